@@ -1,0 +1,285 @@
+"""What the launchers share: checks, grids and the arguments of the shrink and expand programs."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorahost_kernels.configs import SCAN_LIMIT, ExpandConfig, OpConfig, ShrinkConfig, default_config
+from lorahost_kernels.ops.common.device import LIST, PAIR, SCAN
+from lorahost_kernels.ops.common.routing import Routing, check_weights, expert_stride
+
+MODES = {"pair": PAIR.value, "scan": SCAN.value, "list": LIST.value}
+MAX_COUNTERS = 4 * SCAN_LIMIT
+_counters: dict[torch.device, Tensor] = {}
+
+
+def counters_for(device: torch.device) -> Tensor:
+    """The device's zeroed arrival counters; every fused launch leaves them at zero. One stream at a time."""
+    if device not in _counters:
+        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def next_pow2(n: int) -> int:
+    """Smallest power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def block_r(rank: int) -> int:
+    """Rank padded to what the tensor cores take."""
+    return max(16, next_pow2(rank))
+
+
+def even_chunk(total: int, pieces: int) -> int:
+    """Columns per piece, a multiple of 16, so that `pieces` pieces or fewer cover `total`."""
+    return cdiv(cdiv(total, pieces), 16) * 16
+
+
+def tiles_of(routing: Routing, mode: str, block_m: int) -> int:
+    """Upper bound of tiles, fixed by the batch's shape. Raises ValueError where the mode can't serve it."""
+    if mode == "list":
+        if routing.work is None or routing.work.block_m != block_m:
+            have = None if routing.work is None else routing.work.block_m
+            raise ValueError(f"mode list needs a work list of block_m={block_m}, have {have}")
+        return routing.work.max_tiles
+    if mode == "scan" and routing.num_pairs > SCAN_LIMIT:
+        raise ValueError(f"mode scan takes up to {SCAN_LIMIT} pairs, got {routing.num_pairs}")
+    return routing.num_pairs
+
+
+def routing_args(routing: Routing, mode: str, num_slots: int) -> dict[str, Any]:
+    """Arguments that every program reads to find its rows."""
+    work, slots = routing.work, routing.token_slots
+    listed = mode == "list" and work is not None
+    return {
+        "topk_ids": slots if routing.topk_ids is None else routing.topk_ids,
+        "token_slots": slots,
+        "adapter_enabled": routing.adapter_enabled,
+        "sorted_pairs": work.sorted_pairs if listed and work else slots,
+        "tile_table": work.tile_table if listed and work else slots,
+        "num_pairs": routing.num_pairs,
+        "max_tiles": work.max_tiles if listed and work else 0,
+        "num_slots": num_slots,
+        "num_experts": routing.num_experts,
+        "TOPK": routing.topk,
+        "HAS_EXPERTS": routing.topk_ids is not None,
+        "MODE": MODES[mode],
+        "BLOCK_P": max(64, next_pow2(routing.num_pairs)) if mode == "scan" else 16,
+    }
+
+
+def four(values: Sequence[Any]) -> list[Any]:
+    """Padded to four entries; kernels ignore the padding."""
+    return [*values, *[values[0]] * (4 - len(values))]
+
+
+def shrink_args(
+    x: Tensor, lora_a: Sequence[Tensor], routing: Routing, rows_are_pairs: bool, config: ShrinkConfig
+) -> tuple[dict[str, Any], int, int]:
+    """(arguments, splits, programs) of the shrink program. Raises ValueError on shapes it can't address."""
+    check_weights("lora_a", lora_a, routing, x.dtype)
+    a = lora_a[0]
+    num_slots, _, rank, k = a.shape
+    if any(w.shape != a.shape or w.stride() != a.stride() for w in lora_a):
+        raise ValueError("lora_a: all slices must have one shape and one set of strides")
+    rows = routing.num_pairs if rows_are_pairs else routing.num_tokens
+    if x.dim() != 2 or x.shape[0] != rows or x.shape[1] != k or x.stride(1) != 1:
+        raise ValueError(f"x: want ({rows}, {k}) with contiguous rows, got {tuple(x.shape)} {x.stride()}")
+    chunk = even_chunk(k, config.split_k)
+    splits = cdiv(k, chunk)
+    steps = cdiv(chunk, config.block_k)
+    args = {
+        "x": x,
+        **dict(zip(("a0", "a1", "a2", "a3"), four(lora_a), strict=True)),
+        "K": k,
+        "R": rank,
+        "chunk_k": chunk,
+        "stride_x": x.stride(0),
+        "stride_al": a.stride(0),
+        "stride_ae": expert_stride(a),
+        "stride_ar": a.stride(2),
+        "X_TOPK": 1 if rows_are_pairs else routing.topk,
+        "SLICES": len(lora_a),
+        "SPLITS": splits,
+        "BLOCK_M": config.block_m,
+        "BLOCK_R": block_r(rank),
+        "BLOCK_K": config.block_k,
+        "STEPS": steps,
+        "STAGES": config.num_stages,
+        "EVEN_K": chunk == steps * config.block_k and k == chunk * splits,
+        "EVEN_R": block_r(rank) == rank,
+        "ATOMIC": config.atomic,
+    }
+    programs = tiles_of(routing, config.mode, config.block_m) * len(lora_a) * splits
+    return {**routing_args(routing, config.mode, num_slots), **args}, splits, programs
+
+
+def expand_args(
+    y: Tensor,
+    h: Tensor,
+    lora_b: Sequence[Tensor],
+    routing: Routing,
+    columns: Sequence[int],
+    add_inputs: bool,
+    config: ExpandConfig,
+) -> tuple[dict[str, Any], int]:
+    """(arguments, programs) of the expand program. Raises ValueError on shapes it can't address."""
+    check_weights("lora_b", lora_b, routing, y.dtype)
+    b = lora_b[0]
+    rank, sizes = b.shape[3], [w.shape[2] for w in lora_b]
+    lead = (routing.num_tokens,) if routing.topk_ids is None else (routing.num_tokens, routing.topk)
+    ends = [c + n for c, n in zip(columns, sizes, strict=True)]
+    if tuple(y.shape[:-1]) != lead or y.shape[-1] < max(ends) or y.stride(-1) != 1:
+        raise ValueError(f"y: want {(*lead, max(ends))} with contiguous columns, got {tuple(y.shape)}")
+    if tuple(h.shape[1:]) != (routing.num_pairs, len(lora_b), rank) or not h.is_contiguous():
+        raise ValueError(
+            f"h: want (splits, {routing.num_pairs}, {len(lora_b)}, {rank}), got {tuple(h.shape)}"
+        )
+    if any(w.stride(2) != b.stride(2) or w.shape[3] != rank for w in lora_b):
+        raise ValueError("lora_b: all slices must have one rank and one row stride")
+    width = config.block_n * config.steps
+    chunk = even_chunk(max(sizes), cdiv(max(sizes), width))
+    chunks = sum(cdiv(n, chunk) for n in sizes)
+    args = {
+        "y": y,
+        "h": h,
+        **dict(zip(("b0", "b1", "b2", "b3"), four(lora_b), strict=True)),
+        **dict(zip(("n0", "n1", "n2", "n3"), four(sizes), strict=True)),
+        **dict(zip(("col0", "col1", "col2", "col3"), four(columns), strict=True)),
+        **{f"stride_bl{i}": w.stride(0) for i, w in enumerate(four(lora_b))},
+        "topk_weights": y if routing.topk_weights is None else routing.topk_weights,
+        "R": rank,
+        "chunk_n": chunk,
+        "num_chunks": chunks,
+        "stride_ym": y.stride(0),
+        "stride_yk": y.stride(1) if y.dim() == 3 else 0,
+        "stride_be": expert_stride(b),
+        "stride_bn": b.stride(2),
+        "WEIGHTED": routing.topk_weights is not None,
+        "SLICES": len(lora_b),
+        "SPLITS": h.shape[0],
+        "BLOCK_S": next_pow2(h.shape[0]),
+        "BLOCK_M": config.block_m,
+        "BLOCK_R": block_r(rank),
+        "BLOCK_N": config.block_n,
+        "E_STEPS": config.steps,
+        "E_STAGES": config.num_stages,
+        "GROUP": config.group,
+        "EVEN_N": chunk == width and all(n % chunk == 0 for n in sizes),
+        "EVEN_R": block_r(rank) == rank,
+        "ADD": add_inputs,
+    }
+    tiles = cdiv(tiles_of(routing, config.mode, config.block_m), config.group) * config.group
+    return {**routing_args(routing, config.mode, b.shape[0]), **args}, tiles * chunks
+
+
+def check_fused(config: OpConfig) -> None:
+    """Raises ValueError where the two halves can't share a launch."""
+    s, e = config.shrink, config.expand
+    if (s.mode, s.block_m, s.num_warps) != (e.mode, e.block_m, e.num_warps) or s.atomic or e.group != 1:
+        raise ValueError(f"a fused launch needs one mode, block_m and num_warps, got {s} and {e}")
+
+
+def empty_hidden(splits: int, routing: Routing, slices: int, rank: int, device: torch.device) -> Tensor:
+    """fp32 (splits, pairs, slices, rank) partial sums, not initialised."""
+    return torch.empty(splits, routing.num_pairs, slices, rank, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def has_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch exists from sm_90 on; elsewhere the option is ignored."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(on: Tensor, config: ShrinkConfig | ExpandConfig) -> dict[str, Any]:
+    """How the kernel is launched and what it may use on the device of `on`."""
+    pdl = config.pdl and has_pdl(on.device)
+    return {
+        "PREFETCH": config.prefetch and on.is_cuda,
+        "PDL": pdl,
+        "num_warps": config.num_warps,
+        "launch_pdl": pdl,
+    }
+
+
+def run_shrink(
+    kernel: Any,
+    x: Tensor,
+    lora_a: Sequence[Tensor],
+    routing: Routing,
+    rows_are_pairs: bool,
+    config: ShrinkConfig,
+) -> Tensor:
+    """Launches a shrink kernel; returns the fp32 partial sums (splits, pairs, slices, rank)."""
+    args, splits, programs = shrink_args(x, lora_a, routing, rows_are_pairs, config)
+    h = empty_hidden(1 if config.atomic else splits, routing, len(lora_a), lora_a[0].shape[2], x.device)
+    if config.atomic:
+        h.zero_()
+    if programs:
+        kernel[(programs,)](h=h, **args, **launch_options(x, config))
+    return h
+
+
+def run_expand(
+    kernel: Any,
+    y: Tensor,
+    h: Tensor,
+    lora_b: Sequence[Tensor],
+    routing: Routing,
+    columns: Sequence[int],
+    add_inputs: bool,
+    config: ExpandConfig,
+) -> None:
+    """Launches an expand kernel; y changes in place."""
+    args, programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config)
+    if programs:
+        kernel[(programs,)](**args, **launch_options(y, config))
+
+
+def run_fused(
+    kernel: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    routing: Routing,
+    columns: Sequence[int],
+    rows_are_pairs: bool,
+    add_inputs: bool,
+    config: OpConfig,
+) -> None:
+    """Shrink and expand in one launch; y changes in place."""
+    check_fused(config)
+    s_args, splits, s_programs = shrink_args(x, lora_a, routing, rows_are_pairs, config.shrink)
+    h = empty_hidden(splits, routing, len(lora_a), lora_a[0].shape[2], x.device)
+    e_args, e_programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config.expand)
+    tiles = tiles_of(routing, config.shrink.mode, config.shrink.block_m)
+    if tiles * len(lora_a) > MAX_COUNTERS:
+        raise ValueError(f"a fused launch takes up to {MAX_COUNTERS} tiles, got {tiles * len(lora_a)}")
+    if s_programs:
+        kernel[(s_programs + e_programs,)](
+            **{**e_args, **s_args},
+            counters=counters_for(x.device),
+            total_shrink=s_programs,
+            **launch_options(x, config.shrink),
+        )
+
+
+def default_for(routing: Routing, lora_a: Tensor | None, lora_b: Tensor | None = None) -> OpConfig:
+    """The default tiles for this batch; whichever of A and B is missing doesn't shape the half that is asked."""
+    some = lora_a if lora_a is not None else lora_b
+    if some is None:
+        raise ValueError("default_for needs lora_a or lora_b")
+    rank = lora_a.shape[2] if lora_a is not None else some.shape[3]
+    k = lora_a.shape[3] if lora_a is not None else 0
+    n = lora_b.shape[2] if lora_b is not None else 0
+    groups = some.shape[0] * routing.num_experts
+    return default_config(routing.num_pairs, groups, rank, max(k, 1), max(n, 1))

@@ -1,0 +1,36 @@
+"""Launcher of gate_up_expand."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lorahost_kernels.configs import ExpandConfig
+from lorahost_kernels.ops.common.launch import default_for, run_expand
+from lorahost_kernels.ops.common.routing import Routing, slice_columns, unweighted
+from lorahost_kernels.ops.gate_up_expand.kernel import gate_up_expand_kernel
+
+
+def gate_up_expand(
+    y: Tensor,
+    h: Tensor,
+    lora_b: Sequence[Tensor],
+    routing: Routing,
+    columns: Sequence[int] | None = None,
+    add_inputs: bool = True,
+    config: ExpandConfig | None = None,
+) -> None:
+    """y (tokens, topk, columns) += h times lora_b: 1 or 2 tensors (slots, experts, n, r); weights are not applied.
+
+    y changes in place, only in rows with LoRA work; slice i starts at columns[i], by default right after slice i - 1.
+    """
+    config = config or default_for(routing, None, lora_b[0]).expand
+    run_expand(
+        gate_up_expand_kernel,
+        y,
+        h,
+        lora_b,
+        unweighted(routing),
+        columns or slice_columns(lora_b),
+        add_inputs,
+        config,
+    )

@@ -1,0 +1,50 @@
+"""Builds the work list that LIST kernels read; once per layer for gate_up and down, once per step for dense."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lorahost_kernels.ops.common.launch import cdiv, next_pow2
+from lorahost_kernels.ops.common.routing import Routing, WorkList
+from lorahost_kernels.ops.work_list.kernel import count_kernel, place_kernel, scan_kernel
+
+MAX_GROUPS = 16384
+BLOCK = 512
+_counts: dict[torch.device, Tensor] = {}
+
+
+def counts_for(device: torch.device) -> Tensor:
+    """The device's group counts, zero between builds. One stream at a time."""
+    if device not in _counts:
+        _counts[device] = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+    return _counts[device]
+
+
+def build_work_list(routing: Routing, num_slots: int, block_m: int, pdl: bool = False) -> Routing:
+    """The routing with its work list of `block_m`-row tiles. Raises ValueError above MAX_GROUPS groups."""
+    groups = num_slots * routing.num_experts
+    if groups > MAX_GROUPS:
+        raise ValueError(f"slots * experts = {groups} is over the work list's limit of {MAX_GROUPS}")
+    pairs, device = routing.num_pairs, routing.token_slots.device
+    max_tiles = min(pairs, pairs // block_m + min(groups, pairs))
+    sizes = (4 * groups, 1 + 3 * max_tiles, pairs)
+    buffer = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    group_table, tile_table, sorted_pairs = buffer.split(sizes)
+    counts = counts_for(device)
+    ids = routing.token_slots if routing.topk_ids is None else routing.topk_ids
+    args = (ids, routing.token_slots, routing.adapter_enabled)
+    shape = {"TOPK": routing.topk, "HAS_EXPERTS": routing.topk_ids is not None, "BLOCK": BLOCK, "PDL": pdl}
+    grid = (cdiv(pairs, BLOCK),)
+    if pairs:
+        count_kernel[grid](*args, counts, pairs, num_slots, routing.num_experts, **shape, launch_pdl=pdl)
+    scan_kernel[(1,)](
+        counts, group_table, tile_table, groups, BLOCK_M=block_m, BLOCK_G=max(128, next_pow2(groups)), PDL=pdl,
+        num_warps=8 if groups <= 2048 else 32, launch_pdl=pdl,
+    )  # fmt: skip
+    if pairs:
+        place_kernel[grid](
+            *args, group_table, sorted_pairs, tile_table, pairs, max_tiles, groups, num_slots,
+            routing.num_experts, **shape, BLOCK_M=block_m, launch_pdl=pdl,
+        )  # fmt: skip
+    return replace(routing, work=WorkList(sorted_pairs, tile_table, max_tiles, block_m))

@@ -1,0 +1,262 @@
+"""Every name of vLLM that this package uses, with the parameters it expects; checked before anything is patched.
+
+A test compares the table with what the code of this package really uses, so that it stays complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from lorahost_kernels.vllm_026.patching import PluginError
+
+VLLM_VERSION = "0.26.0"
+
+# `module:name` -> parameter names in order; None where only the existence counts (modules' data, classes we only
+# refer to or whose constructor we don't call).
+NAMES: dict[str, tuple[str, ...] | None] = {
+    "vllm:__version__": None,
+    "vllm.platforms:current_platform": None,
+    "vllm.platforms.interface:Platform.is_cpu": ("self",),
+    "vllm.platforms.cpu:CpuPlatform.get_punica_wrapper": (),
+    # Loading adapters.
+    "vllm.lora.lora_model:PIN_MEMORY": None,
+    "vllm.lora.lora_model:LoRAModel.__init__": (
+        "self",
+        "lora_model_id",
+        "rank",
+        "loras",
+        "is_3d_lora_weight",
+    ),
+    "vllm.lora.request:LoRARequest": (
+        "lora_name",
+        "lora_int_id",
+        "lora_path",
+        "base_model_name",
+        "tensorizer_config_dict",
+        "load_inplace",
+        "is_3d_lora_weight",
+    ),
+    "vllm.lora.worker_manager:WorkerLoRAManager": None,
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": ("self", "lora_request"),
+    "vllm.lora.worker_manager:WorkerLoRAManager.list_adapters": ("self",),
+    "vllm.lora.worker_manager:WorkerLoRAManager.remove_adapter": ("self", "adapter_id"),
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": None,
+    "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": ("self", "lora_request"),
+    "vllm.lora.model_manager:LoRAModelManager": None,
+    "vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace": ("self", "lora_model"),
+    "vllm.lora.model_manager:LoRAModelManager._stack_moe_lora_weights": (
+        "self",
+        "lora_model",
+        "module",
+        "module_name",
+    ),
+    "vllm.lora.model_manager:LoRAModelManager.list_adapters": ("self",),
+    "vllm.lora.model_manager:LoRAModelManager.remove_adapter": ("self", "adapter_id"),
+    # Dense LoRA on the CPU.
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": (
+        "max_num_batched_tokens",
+        "max_batches",
+        "device",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.update_metadata": (
+        "self",
+        "mapping",
+        "lora_index_to_id",
+        "max_loras",
+        "vocab_size",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.token_lora_indices": None,
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.sampler_indices": None,
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_linear": (
+        "self",
+        "y",
+        "x",
+        "lora_a_stacked",
+        "lora_b_stacked",
+        "scale",
+        "output_slices",
+        "buffer",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_shrink": (
+        "self",
+        "y",
+        "x",
+        "lora_a_stacked",
+        "scale",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_expand": (
+        "self",
+        "y",
+        "x",
+        "lora_b_stacked",
+        "output_slices",
+        "offset_start",
+        "add_inputs",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_embedding": (
+        "self",
+        "y",
+        "x",
+        "lora_b_stacked",
+        "add_inputs",
+        "kwargs",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": (
+        "self",
+        "y",
+        "x",
+        "lora_a_stacked",
+        "lora_b_stacked",
+        "scale",
+        "buffer",
+        "kwargs",
+    ),
+    # MoE layers on the CPU.
+    "vllm.lora.layers.base:BaseLayerWithLoRA": None,
+    "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": ("self", "punica_wrapper"),
+    "vllm.lora.layers.utils:_get_lora_device": ("base_layer",),
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": None,
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.__init__": ("self", "base_layer"),
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.set_mapping": ("self", "punica_wrapper"),
+    "vllm.lora.layers.fused_moe:FusedMoE3DWithLoRA.__init__": ("self", "base_layer"),
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:_CPU_MOE_ACT_FN": None,
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE": None,
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE.check_grouped_gemm": ("self", "layer"),
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:select_experts": (
+        "hidden_states",
+        "router_logits",
+        "top_k",
+        "use_grouped_topk",
+        "renormalize",
+        "topk_group",
+        "num_expert_group",
+        "custom_routing_function",
+        "scoring_func",
+        "routed_scaling_factor",
+        "e_score_correction_bias",
+    ),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe",),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase.is_monolithic": None,
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase.apply_monolithic": (
+        "self",
+        "layer",
+        "x",
+        "router_logits",
+        "input_ids",
+    ),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._replace_quant_method": (
+        "self",
+        "quant_method",
+    ),
+}
+
+# `module:class` -> attributes of its instances, which only its source shows.
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "vllm.lora.worker_manager:WorkerLoRAManager": ("_adapter_manager",),
+    "vllm.lora.model_manager:LoRAModelManager": ("modules", "packed_modules", "lora_index_to_id"),
+    "vllm.lora.lora_model:LoRAModel": ("loras",),
+    "vllm.lora.lora_weights:LoRALayerWeights": ("lora_a", "lora_b"),
+    "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked", "tp_size"),
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": (
+        "w13_lora_a_stacked",
+        "w13_lora_b_stacked",
+        "w2_lora_a_stacked",
+        "w2_lora_b_stacked",
+        "adapter_enabled",
+        "_w13_slices",
+        "_shared_experts",
+        "enable_moe_shared_loras",
+        "n_slices",
+        "moe_config",
+        "base_layer",
+        "device",
+        "tp_rank",
+    ),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": (
+        "routed_experts",
+        "moe_config",
+        "layer_name",
+        "_shared_experts",
+    ),
+    "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": (
+        "quant_method",
+        "lora_base_layer_prefix",
+        "local_num_experts",
+        "activation",
+        "apply_router_weight_on_input",
+        "top_k",
+        "use_grouped_topk",
+        "renormalize",
+        "topk_group",
+        "num_expert_group",
+        "custom_routing_function",
+        "scoring_func",
+        "routed_scaling_factor",
+        "e_score_correction_bias",
+    ),
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE": ("gate_up_linear", "down_linear"),
+    "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("lora_manager",),
+}
+
+
+def check_signatures() -> None:
+    """Compares both tables with the installed vLLM.
+
+    Raises:
+        PluginError: with one line per name that is missing or differs.
+    """
+    problems = [*_name_problems(), *_attribute_problems()]
+    if problems:
+        raise PluginError(
+            f"this vLLM is not the {VLLM_VERSION} that lorahost's plugin knows:\n" + "\n".join(problems)
+        )
+
+
+def resolve(name: str) -> Any:
+    """The object that `module:qualified.name` stands for; AttributeError or ImportError when there is none."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _name_problems() -> Iterator[str]:
+    for name, expected in NAMES.items():
+        try:
+            found = resolve(name)
+        except (ImportError, AttributeError) as error:
+            yield f"{name}: missing ({error})"
+            continue
+        if expected is None:
+            continue
+        actual = tuple(inspect.signature(found).parameters)
+        if actual != expected:
+            yield f"{name}: expected parameters ({', '.join(expected)}), found ({', '.join(actual)})"
+
+
+def _attribute_problems() -> Iterator[str]:
+    for name, attributes in ATTRIBUTES.items():
+        try:
+            source = _class_source(resolve(name))
+        except (ImportError, AttributeError, OSError) as error:
+            yield f"{name}: missing ({error})"
+            continue
+        for attribute in attributes:
+            if not re.search(rf"\b(self|layer)\.{attribute}\b|def {attribute}\(", source):
+                yield f"{name}: attribute {attribute} is gone"
+
+
+def _class_source(cls: type) -> str:
+    """Source of a class and of its bases inside vLLM."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm")]
+    return "\n".join(inspect.getsource(base) for base in bases)

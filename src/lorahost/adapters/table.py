@@ -1,0 +1,162 @@
+"""All registered names: lookup by name or alias, limits on their number, and the records for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lorahost.adapters import events
+from lorahost.adapters.entries import Entry, Wanted
+from lorahost.adapters.versions import AdapterRecord
+from lorahost.core import Json
+from lorahost.errors import AdapterConflictError, AdapterNotFoundError, CapacityError
+
+
+class AdapterTable:
+    """Entries belong to the loop; `records` and `resolve` may be read from any thread."""
+
+    def __init__(
+        self,
+        *,
+        max_adapters: int,
+        max_loras: int,
+        max_cpu_loras: int,
+        emit: events.Emit,
+        held: Callable[[], int],
+    ) -> None:
+        self._max_adapters = max_adapters
+        self._max_loras = max_loras
+        self._max_cpu_loras = max_cpu_loras
+        self._emit = emit
+        self._held = held
+        self.entries: dict[str, Entry] = {}
+        self._records: dict[str, AdapterRecord] = {}
+        self._aliases: dict[str, frozenset[str]] = {}
+
+    def records(self) -> list[AdapterRecord]:
+        """Snapshots of all adapters, the failed and the draining ones too."""
+        return list(self._records.values())
+
+    def record(self, name: str) -> AdapterRecord:
+        """Raises AdapterNotFoundError."""
+        record = self._records.get(name)
+        if record is None:
+            raise not_found(name)
+        return record
+
+    def resolve(self, name_or_alias: str) -> str | None:
+        """Canonical name, or None.
+
+        Raises:
+            AdapterConflictError: several adapters have this alias; guessing would serve the wrong one.
+        """
+        record = self._records.get(name_or_alias)
+        if record is not None and record.state != "draining":
+            return record.name
+        names = self._aliases.get(name_or_alias, frozenset())
+        if len(names) > 1:
+            raise AdapterConflictError(
+                f"alias {name_or_alias!r} belongs to several: {', '.join(sorted(names))}; use a name",
+                code="ambiguous_alias",
+                param="model",
+            )
+        return next(iter(names), None)
+
+    def find(self, name_or_alias: str) -> Entry:
+        """The entry that answers requests for `name_or_alias`; raises AdapterNotFoundError."""
+        name = self.resolve(name_or_alias)
+        entry = self.entries.get(name) if name is not None else None
+        if entry is None or entry.removed.is_set():
+            raise not_found(name_or_alias)
+        return entry
+
+    def current(self, name: str) -> Entry:
+        """The entry of exactly this name that is not being removed; raises AdapterNotFoundError."""
+        entry = self.entries.get(name)
+        if entry is None or entry.removed.is_set():
+            raise not_found(name)
+        return entry
+
+    def add(self, name: str, wanted: Wanted) -> Entry:
+        """A new entry, in place of one that is being removed.
+
+        Raises:
+            CapacityError: max_adapters are registered.
+        """
+        serving = [e for e in self.entries.values() if not e.removed.is_set() and e.failure is None]
+        if len(serving) >= self._max_adapters:
+            raise CapacityError(
+                f"adapter {name!r} would be number {len(serving) + 1}; max_adapters is {self._max_adapters}",
+                details={**self.counts(), "adapters": len(serving), "max_adapters": self._max_adapters},
+            )
+        failed = [e for e in self.entries.values() if e.failure is not None and e.live is None]
+        # Failed adapters stay listed for their reason, but not without bound.
+        for entry in failed[: max(0, len(failed) - self._max_adapters)]:
+            self.drop(entry)
+        self.entries.pop(name, None)
+        entry = self.entries[name] = Entry(name, wanted)
+        self.publish(entry)
+        return entry
+
+    def reserve_pin(self, entry: Entry) -> None:
+        """Counts `entry` as pinned from now on.
+
+        Raises:
+            CapacityError: max_loras - 1 are pinned.
+        """
+        others = sum(e.pinned for e in self.entries.values() if e is not entry)
+        if others >= self._max_loras - 1:
+            raise CapacityError(
+                f"adapter {entry.name!r} can't be pinned: {others} are, of at most max_loras - 1 = "
+                f"{self._max_loras - 1}",
+                code="too_many_pins",
+                param="pin",
+                details=self.counts(),
+            )
+        entry.pin_wanted = True
+
+    def counts(self) -> Json:
+        """The numbers behind a CapacityError."""
+        return {
+            "loaded": self._held(),
+            "max_loras": self._max_loras,
+            "max_cpu_loras": self._max_cpu_loras,
+            "pinned": sum(e.pinned for e in self.entries.values()),
+        }
+
+    def publish(self, entry: Entry) -> None:
+        """Makes the present state of `entry` visible; does nothing for one that was replaced or dropped."""
+        if self.entries.get(entry.name) is not entry:
+            return
+        before, after = self._records.get(entry.name), entry.record()
+        self._records[entry.name] = after
+        self._index(before, after)
+        if before is None or before.state != after.state:
+            self._emit(events.StateChanged(entry.name, before.state if before else None, after.state, after.reason))
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets `entry`, unless it was replaced already."""
+        if self.entries.get(entry.name) is entry:
+            del self.entries[entry.name]
+            before = self._records.pop(entry.name)
+            self._index(before, None)
+            self._emit(events.StateChanged(entry.name, before.state, None))
+
+    def _index(self, before: AdapterRecord | None, after: AdapterRecord | None) -> None:
+        old, new = _visible_alias(before), _visible_alias(after)
+        if old == new:
+            return
+        aliases: dict[str, frozenset[str]] = {}
+        for record in self._records.values():
+            alias = _visible_alias(record)
+            if alias is not None:
+                aliases[alias] = aliases.get(alias, frozenset()) | {record.name}
+        self._aliases = aliases
+
+
+def _visible_alias(record: AdapterRecord | None) -> str | None:
+    return record.alias if record is not None and record.state != "draining" else None
+
+
+def not_found(name: str) -> AdapterNotFoundError:
+    """The answer to a name that nobody registered."""
+    return AdapterNotFoundError(f"no adapter is registered as {name!r}", param="name")

@@ -1,0 +1,113 @@
+"""The `lorahost` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+
+import lorahost
+from lorahost import client, doctor, logs, preflight
+from lorahost.errors import HostError
+from lorahost.settings import load_settings
+
+EXIT_SETTINGS = 30
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(lorahost.__version__)
+def main() -> None:
+    """One base model and dozens of LoRA adapters on one accelerator."""
+
+
+@main.command()
+def serve() -> None:
+    """Run the server; settings come from the environment (`lorahost doctor --settings`)."""
+    try:
+        settings = load_settings()
+    except HostError as error:
+        _die("settings", error.message, EXIT_SETTINGS)
+    for finding in preflight.run(settings, os.environ):
+        if not finding.ok:
+            _die(finding.check, finding.message, finding.exit_code)
+    logs.configure(settings.log_level)
+    from lorahost.http.gunicorn_app import HostApplication
+
+    HostApplication(settings).run()
+
+
+def _die(check: str, message: str, code: int) -> None:
+    click.echo(json.dumps({"level": "error", "check": check, "message": message, "exit_code": code}))
+    sys.exit(code)
+
+
+@main.command("doctor")
+@click.option("--settings", "show_settings", is_flag=True, help="List every setting with its default and meaning.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor_(show_settings: bool, as_json: bool) -> None:
+    """Say what will run here and why."""
+    if show_settings:
+        click.echo(doctor.settings_table())
+        return
+    report = doctor.report(os.environ)
+    click.echo(json.dumps(report, indent=2) if as_json else doctor.text(report))
+    sys.exit(0 if report["ok"] else 1)
+
+
+@main.group()
+@click.option("--url", envvar="LORAHOST_URL", default="http://localhost:8080", show_default=True, help="The server.")
+@click.pass_context
+def adapters(context: click.Context, url: str) -> None:
+    """Manage the adapters of a running server."""
+    context.obj = url
+
+
+@adapters.command("add")
+@click.argument("name")
+@click.argument("src")
+@click.option("--no-preload", is_flag=True, help="Load it with its first request.")
+@click.option("--pin", is_flag=True, help="Never evict it.")
+@click.pass_obj
+def add(url: str, name: str, src: str, no_preload: bool, pin: bool) -> None:
+    """Register adapter NAME from SRC: a directory or tar.gz on the server's disk, or s3://."""
+    _report(client.add(url, name, src, preload=not no_preload, pin=pin))
+
+
+@adapters.command("ls")
+@click.pass_obj
+def ls(url: str) -> None:
+    """List the adapters."""
+    click.echo(client.table(client.ls(url)))
+
+
+@adapters.command("rm")
+@click.argument("name")
+@click.pass_obj
+def rm(url: str, name: str) -> None:
+    """Unregister adapter NAME once its requests are done."""
+    _report(client.rm(url, name))
+
+
+@adapters.command("check")
+@click.argument("path", type=click.Path(exists=True, file_okay=False))
+@click.option("--model", required=True, type=click.Path(exists=True), help="The base model's directory or config.json.")
+@click.option("--max-rank", default=32, show_default=True, help="Largest rank that the server takes.")
+def check(path: str, model: str, max_rank: int) -> None:
+    """Say whether the adapter in PATH can be served on a base model; needs no server."""
+    try:
+        click.echo(json.dumps(client.check(path, model, max_rank), indent=2))
+    except HostError as error:
+        click.echo(json.dumps(error.body(), indent=2), err=True)
+        sys.exit(1)
+
+
+def _report(answer: tuple[int, dict[str, object]]) -> None:
+    status, body = answer
+    click.echo(json.dumps(body, indent=2), err=status >= 400)
+    sys.exit(0 if status < 400 else 1)
+
+
+if __name__ == "__main__":
+    main()

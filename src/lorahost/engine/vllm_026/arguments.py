@@ -1,0 +1,85 @@
+"""From settings to vLLM's own parsed arguments: vLLM's parser is the judge of every flag."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import lorahost
+from lorahost.errors import InvalidRequestError
+
+WORKER_EXTENSION = "lorahost_kernels.vllm_026.worker.WorkerExtension"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDefaults:
+    """What the host fills in where the user set no flag."""
+
+    max_loras: int
+    max_cpu_loras: int
+    max_lora_rank: int
+
+
+def _flag_names(tokens: Sequence[str]) -> set[str]:
+    return {t.split("=", 1)[0] for t in tokens if t.startswith("--")}
+
+
+def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: LoraDefaults | None) -> list[str]:
+    """The full command line: the user's tokens, then what they left open.
+
+    Args:
+        tokens: `--flag value` tokens, as the user gave them.
+        model: Directory or hub id of the base model.
+        base_name: The base model's public name.
+        lora: Defaults for the LoRA flags, or None to serve the base model alone.
+    """
+    given = _flag_names(tokens)
+    line = ["--model", model, *tokens]
+    if "--served-model-name" not in given:
+        line += ["--served-model-name", base_name]
+    if lora is None:
+        return line
+    line += [] if "--enable-lora" in given else ["--enable-lora"]
+    for flag, value in (
+        ("--max-loras", lora.max_loras),
+        ("--max-lora-rank", lora.max_lora_rank),
+        ("--max-cpu-loras", lora.max_cpu_loras),
+    ):
+        if flag not in given:
+            line += [flag, str(value)]
+    line += ["--worker-extension-cls", WORKER_EXTENSION]
+    if "--additional-config" not in given:
+        # part of vLLM's compile-cache key: graphs compiled with other kernels are not reused
+        line += ["--additional-config", json.dumps({"lorahost": lorahost.__version__})]
+    return line
+
+
+def parse(line: Sequence[str]) -> argparse.Namespace:
+    """Parses with vLLM's own server parser.
+
+    Raises:
+        InvalidRequestError: an unknown flag or a bad value; the message is vLLM's.
+    """
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise InvalidRequestError(f"vLLM refuses its arguments: {message}", code="engine_arguments")
+
+    parser: Any = make_arg_parser(Parser())  # type: ignore[no-untyped-call]
+    with contextlib.redirect_stderr(io.StringIO()):
+        args: argparse.Namespace = parser.parse_args(list(line))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def cpu_environment() -> None:
+    """Settings that vLLM's CPU engine reads from the environment, where the user left them open."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

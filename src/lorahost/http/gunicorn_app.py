@@ -1,0 +1,89 @@
+"""gunicorn around the host: one worker with threads, and a SIGTERM that drains with the listener open."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+
+from lorahost.host import KILL_AFTER_S, Host, kill_children
+from lorahost.http.app import create_app
+from lorahost.server import build
+from lorahost.settings import Settings
+
+SHM = Path("/dev/shm")
+KEEPALIVE_S = 75
+
+
+class HostArbiter(Arbiter):
+    """gunicorn's master; a second SIGTERM means at once."""
+
+    terminations = 0
+
+    def signal(self, sig: int, frame: Any) -> None:
+        """Queues a signal; the worker's own handler does the draining."""
+        if sig == signal.SIGTERM:
+            self.terminations += 1
+            if self.terminations > 1:
+                sig = signal.SIGQUIT
+        super().signal(sig, frame)
+
+
+class HostApplication(BaseApplication):
+    """The server of the image and of the demo alike."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._host: Host | None = None
+        super().__init__()
+
+    def load_config(self) -> None:
+        """gunicorn's settings; none is read from files or the command line."""
+        settings = self._settings
+        for name, value in {
+            "bind": f"{settings.host}:{settings.port}",
+            "workers": 1,
+            "worker_class": "gthread",
+            "threads": settings.threads,
+            "worker_connections": settings.threads + 1024,
+            "preload_app": False,
+            "timeout": 0,
+            "graceful_timeout": int(KILL_AFTER_S) + 1,
+            "keepalive": KEEPALIVE_S,
+            "worker_tmp_dir": str(SHM) if SHM.is_dir() else None,
+            "control_socket_disable": True,
+            "proc_name": "lorahost",
+            "accesslog": None,
+            "loglevel": "warning",
+            "post_worker_init": self._worker_started,
+            "worker_int": _quit,
+        }.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Any:
+        """Runs in the worker: builds the host and starts it; the socket is open already."""
+        self._host = build()
+        app = create_app(self._host)
+        self._host.start()
+        return app
+
+    def _worker_started(self, worker: Any) -> None:
+        """SIGTERM drains with the listener open, instead of gunicorn's closing it first."""
+        host = self._host
+        assert host is not None
+        signal.signal(signal.SIGTERM, lambda *_: host.terminate())
+        signal.siginterrupt(signal.SIGTERM, False)
+
+    def run(self) -> None:
+        """Serves until a signal; the exit code is the arbiter's."""
+        HostArbiter(self).run()
+
+
+def _quit(worker: Any) -> None:
+    """SIGQUIT or SIGINT in the worker: nothing is waited for."""
+    kill_children()
+    os._exit(0)

@@ -1,0 +1,261 @@
+"""The life of one generation on the engine's loop: lease, admission, engine, answer, account."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lorahost.admission import BASE, Admission
+from lorahost.core import AdapterVersion, Api, EngineCall, EngineHost, Json
+from lorahost.errors import AdapterConflictError
+from lorahost.formats import DONE_EVENT, Assembly, finish, usage_of
+from lorahost.logs import request_line
+from lorahost.metrics import Metrics
+
+log = logging.getLogger(__name__)
+CLIENT_GONE_STATUS = 499
+
+
+class Lease(Protocol):
+    """A pinned adapter version; `on_revoke` is called when a removal won't wait any longer."""
+
+    revoked: bool
+
+    @property
+    def version(self) -> AdapterVersion: ...
+
+    def on_revoke(self, callback: Callable[[], Any]) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Adapters(Protocol):
+    """Where leases come from."""
+
+    async def acquire(self, name: str) -> Lease: ...
+
+
+@dataclass(slots=True)
+class Account:
+    """What is known of one request, for its log line and the metrics."""
+
+    request_id: str
+    adapter: str | None
+    label: str
+    route: str
+    session_id: str | None = None
+    version: str | None = None
+    started: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
+    first_token: float | None = None
+    last_event: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    code: int = 200
+    error: str | None = None
+
+    def take_usage(self, usage: Json | None) -> None:
+        """Adds an answer's token counts."""
+        if usage:
+            self.prompt_tokens += usage.get("prompt_tokens") or 0
+            self.output_tokens += usage.get("completion_tokens") or 0
+
+    def line(self) -> Json:
+        """The request's log line."""
+        now = time.monotonic()
+        ttft = None if self.first_token is None else round((self.first_token - self.started) * 1e3, 1)
+        queue = None if self.queue_s is None else round(self.queue_s * 1e3, 1)
+        return {
+            "request_id": self.request_id,
+            "session_id": self.session_id,
+            "route": self.route,
+            "adapter": self.adapter or "",
+            "version": self.version,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "queue_ms": queue,
+            "ttft_ms": ttft,
+            "total_ms": round((now - self.started) * 1e3, 1),
+            "code": self.code,
+            "aborted": True if self.code == CLIENT_GONE_STATUS else None,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One request as the pipeline sees it.
+
+    Attributes:
+        calls: OpenAI api and body; more than one only for answers that are not streamed.
+        adapter: Registered adapter name, or None for the base model.
+        served_name: What `model` says in the answer.
+        deadline_s: Seconds after which the answer ends with what there is, or None.
+    """
+
+    calls: tuple[tuple[Api, Json], ...]
+    adapter: str | None
+    served_name: str
+    request_id: str
+    deadline_s: float | None = None
+
+
+class Pipeline:
+    """Runs tasks; one for the whole server, on the engine's loop."""
+
+    def __init__(self, engine: EngineHost, adapters: Adapters, admission: Admission, metrics: Metrics) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._admission = admission
+        self._metrics = metrics
+
+    async def whole(self, task: Task, account: Account) -> tuple[list[Json], AdapterVersion | None]:
+        """All of the task's answers, and the adapter version that gave them."""
+        async with _Admitted(self, task, account) as version:
+            answers = await _all([self._one(task, call, version) for call in task.calls])
+        for answer in answers:
+            account.take_usage(answer.get("usage"))
+        return answers, version
+
+    async def _one(self, task: Task, call: tuple[Api, Json], version: AdapterVersion | None) -> Json:
+        api, body = call
+        if task.deadline_s is None:
+            answer = await self._engine.generate(self._call(task, api, {**body, "stream": False}, version))
+            assert isinstance(answer, dict)
+            return answer
+        assembly = Assembly(api)
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with aclosing(self._events(self._call(task, api, streamed, version), task.deadline_s)) as events:
+                async for event in events:
+                    assembly.add(event)
+        except TimeoutError:
+            log.info("deadline reached", extra={"request_id": task.request_id, "deadline_s": task.deadline_s})
+        return assembly.whole("length")
+
+    @staticmethod
+    def _call(task: Task, api: Api, body: Json, version: AdapterVersion | None) -> EngineCall:
+        return EngineCall(api, body, version, task.served_name, task.request_id)
+
+    async def _events(self, call: EngineCall, deadline_s: float | None) -> AsyncGenerator[str, None]:
+        """The engine's events; raises TimeoutError once `deadline_s` has passed."""
+        events = await self._engine.generate(call)
+        assert not isinstance(events, dict)
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        try:
+            while True:
+                step = anext(events)
+                yield await (step if end is None else asyncio.wait_for(step, end - time.monotonic()))
+        except StopAsyncIteration:
+            return
+        finally:
+            if isinstance(events, AsyncGenerator):
+                await events.aclose()
+
+    async def stream(
+        self, task: Task, account: Account, open_: Callable[[AdapterVersion | None], None]
+    ) -> AsyncGenerator[str, None]:
+        """The engine's SSE events; usage is taken into account, and hidden unless the client asked for it.
+
+        `open_` is called before the first event with the version that makes them.
+        """
+        [(api, body)] = task.calls
+        asked = body.get("stream_options") or {}
+        streamed = {**body, "stream": True, "stream_options": {**asked, "include_usage": True}}
+        async with _Admitted(self, task, account) as version:
+            open_(version)
+            last = ""
+            try:
+                async with aclosing(self._events(self._call(task, api, streamed, version), task.deadline_s)) as events:
+                    async for event in events:
+                        if usage := usage_of(event):
+                            account.take_usage(usage)
+                            if not asked.get("include_usage"):
+                                continue
+                        self._observe_event(account)
+                        last = event
+                        yield event
+            except TimeoutError:
+                shell = json.loads(last[6:]) if last else {"model": task.served_name}
+                yield finish(shell, api, "length")
+                yield DONE_EVENT
+
+    def _observe_event(self, account: Account) -> None:
+        now = time.monotonic()
+        if account.first_token is None:
+            account.first_token = now
+            self._metrics.ttft.labels(account.label).observe(now - account.started)
+        elif account.last_event is not None:
+            self._metrics.gap.labels(account.label).observe(now - account.last_event)
+        account.last_event = now
+
+    def finish(self, account: Account) -> None:
+        """Counts and logs a finished request."""
+        label = account.label
+        self._metrics.requests.labels(label, str(account.code)).inc()
+        self._metrics.tokens.labels(label, "prompt").inc(account.prompt_tokens)
+        self._metrics.tokens.labels(label, "output").inc(account.output_tokens)
+        if account.code == CLIENT_GONE_STATUS:
+            self._metrics.aborted.labels(label).inc()
+        request_line(account.line())
+
+
+class _Admitted:
+    """A lease on the adapter's version and a place in the engine, for the length of a `with`."""
+
+    def __init__(self, pipeline: Pipeline, task: Task, account: Account) -> None:
+        self._pipeline = pipeline
+        self._task = task
+        self._account = account
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> AdapterVersion | None:
+        pipeline, account = self._pipeline, self._account
+        if self._task.adapter is not None:
+            self._lease = await pipeline._adapters.acquire(self._task.adapter)
+            current = asyncio.current_task()
+            assert current is not None
+            self._lease.on_revoke(current.cancel)
+        version = self._lease.version if self._lease else None
+        account.version = version.digest[:12] if version else None
+        arrived = time.monotonic()
+        try:
+            await pipeline._admission.enter(version.engine_id if version else BASE)
+        except BaseException:
+            if self._lease is not None:
+                self._lease.release()
+            raise
+        account.queue_s = time.monotonic() - arrived
+        pipeline._metrics.queue.labels(account.label).observe(account.queue_s)
+        return version
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        lease = self._lease
+        self._pipeline._admission.leave(lease.version.engine_id if lease else BASE)
+        if lease is None:
+            return
+        lease.release()
+        if lease.revoked and kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit):
+            current = asyncio.current_task()
+            if current is not None:
+                current.uncancel()
+            raise AdapterConflictError(
+                f"adapter {self._task.adapter!r} was removed and this request took longer than its drain time",
+                code="adapter_removed",
+            )
+
+
+async def _all(work: list[Coroutine[Any, Any, Json]]) -> list[Json]:
+    """Runs all at once; the first failure stops the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,147 @@
+"""Puts the parts together: from settings to a host that can be started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lorahost import capacity
+from lorahost.adapters.fetch import SourceFetcher
+from lorahost.adapters.import_process import import_in_process
+from lorahost.adapters.importer import ImportLimits, digest_of
+from lorahost.adapters.layout import ModelLayout
+from lorahost.adapters.preparation import AdapterTools
+from lorahost.adapters.registry import AdapterRegistry, RegistrySettings
+from lorahost.adapters.residency import EngineLimits
+from lorahost.adapters.s3 import S3Settings
+from lorahost.adapters.source_files import SourceLimits
+from lorahost.adapters.versions import ImportReport
+from lorahost.core import EngineHost, EngineInfo
+from lorahost.engine.fake import FakeHost, import_plain
+from lorahost.errors import HostError
+from lorahost.host import Host
+from lorahost.metrics import Metrics
+from lorahost.observe import RegistryObserver
+from lorahost.settings import MODEL_DIR, ModelChoice, Settings, engine_flags, load_settings, shown_environment
+
+log = logging.getLogger(__name__)
+# vLLM's own choice of ranks; adapters of smaller rank are padded
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256)
+
+
+def build(environ: Mapping[str, str] | None = None) -> Host:
+    """A host as the environment describes it; nothing is started yet.
+
+    Raises:
+        InvalidRequestError: a bad setting, or no base model.
+    """
+    environ = os.environ if environ is None else environ
+    settings = load_settings(environ)
+    flags = engine_flags(environ)
+    log.info("settings", extra=shown_environment(settings, flags))
+    if flags.unknown:
+        log.warning("unknown variables, ignored: %s", ", ".join(flags.unknown))
+    if settings.engine == "fake":
+        choice_model, base_name = environ.get("SM_VLLM_MODEL", ""), settings.base_name or "base"
+    else:
+        choice = ModelChoice(environ)
+        choice_model, base_name = choice.model, settings.base_name or choice.name
+        log.info("base model %s from %s", choice.model, choice.source)
+    plan = _Plan(settings, choice_model, base_name, flags.tokens)
+    return plan.host()
+
+
+class _Plan:
+    """What the factories share."""
+
+    def __init__(self, settings: Settings, model: str, base_name: str, tokens: tuple[str, ...]) -> None:
+        self._settings = settings
+        self._model = model
+        self._base_name = base_name
+        self._tokens = tokens
+        self._layout: ModelLayout | None = None
+        self._metrics = Metrics(settings.metric_adapters)
+
+    def host(self) -> Host:
+        return Host(self._settings, self._engine, self._registry, boot=self._boot, metrics=self._metrics)
+
+    def _engine(self) -> EngineHost:
+        """Runs on the loop's thread: vLLM's imports take seconds."""
+        if self._settings.engine == "fake":
+            return FakeHost(base_name=self._base_name, max_cpu_loras=self._settings.max_adapters + 1)
+        from lorahost.engine.vllm_026.arguments import LoraDefaults
+        from lorahost.engine.vllm_026.device import device_free_bytes
+        from lorahost.engine.vllm_026.host import VllmHost, base_config
+
+        lora = None
+        if self._settings.lora:
+            layout = self._layout = ModelLayout.from_config(base_config(self._model), internal_router_lora=True)
+            rank = self._rank()
+            fits = capacity.work_out(
+                capacity.adapter_bytes(layout, rank),
+                device_free_bytes=device_free_bytes(Path(self._model)),
+                host_free_bytes=capacity.host_free_bytes(),
+                max_slots=self._settings.max_slots,
+                max_adapters=self._settings.max_adapters,
+            )
+            log.info("adapter capacity", extra=fits.facts())
+            # one more than may be registered: a new version loads beside the one it replaces
+            lora = LoraDefaults(fits.slots, fits.adapters + 1, rank)
+        return VllmHost(model=self._model, base_name=self._base_name, tokens=self._tokens, lora=lora)
+
+    def _rank(self) -> int:
+        """The largest rank: vLLM's flag where it is set, else our setting, rounded up to what vLLM takes."""
+        if "--max-lora-rank" in self._tokens:
+            return int(self._tokens[self._tokens.index("--max-lora-rank") + 1])
+        return next(rank for rank in ENGINE_RANKS if rank >= self._settings.max_lora_rank)
+
+    def _registry(self, engine: EngineHost, info: EngineInfo) -> AdapterRegistry:
+        settings = self._settings
+        limits = EngineLimits(max(1, info.max_loras), max(1, info.max_cpu_loras))
+        return AdapterRegistry(
+            engine,
+            self._tools(info),
+            RegistrySettings(
+                work_dir=settings.work_dir,
+                max_adapters=min(settings.max_adapters, limits.first_loads),
+                limits=limits,
+                probe=settings.probe,
+                reserved=frozenset({info.base_name}),
+            ),
+            on_event=RegistryObserver(self._metrics),
+        )
+
+    def _tools(self, info: EngineInfo) -> AdapterTools:
+        settings = self._settings
+        fetcher = SourceFetcher(
+            roots=tuple(settings.adapter_roots),
+            limits=SourceLimits(max_bytes=int(settings.adapter_max_mb * 2**20)),
+            s3=S3Settings(endpoint_url=settings.s3_endpoint_url),
+        )
+        if self._layout is None:
+            return AdapterTools(fetcher.fetch, digest_of, import_plain)
+        layout = self._layout
+        limits = ImportLimits(
+            max_rank=info.max_lora_rank, max_bytes=int(settings.adapter_max_mb * 2**20), dtype="bfloat16"
+        )
+
+        def import_(source: Path, target: Path) -> ImportReport:
+            work = import_in_process(source, target, layout, limits, timeout_s=settings.adapter_timeout_s)
+            return asyncio.run(work)
+
+        return AdapterTools(fetcher.fetch, digest_of, import_)
+
+    async def _boot(self, host: Host) -> None:
+        """Registers the adapters beside the model; a bad one is reported and does not stop the start."""
+        root = self._settings.adapters_dir or Path(self._model or MODEL_DIR) / "adapters"
+        found = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+        for path in found:
+            try:
+                await host.registry.register(path.name, str(path.resolve()))
+            except HostError as error:
+                log.error("adapter %s at start: %s", path.name, error.message, extra={"code": error.code})
+        if found:
+            log.info("adapters at start", extra={"found": len(found), "root": str(root)})

@@ -1,0 +1,219 @@
+"""All settings of the host, read once from the environment.
+
+Own settings are `LORAHOST_*`; vLLM's are `SM_VLLM_*` and `OPTION_*` (see `environment`); SageMaker's own variables are
+read under their own names. A misspelt `LORAHOST_*` name stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lorahost.environment import EngineFlags, engine_flags
+from lorahost.errors import InvalidRequestError
+
+PREFIX = "LORAHOST_"
+MODEL_DIR = Path("/opt/ml/model")
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+
+
+class Settings(BaseSettings):
+    """One field per setting; the variable is `LORAHOST_` and the field's name in capitals."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: int = Field(
+        8080,
+        ge=1,
+        le=65535,
+        validation_alias=AliasChoices("LORAHOST_PORT", "SAGEMAKER_BIND_TO_PORT", "SM_VLLM_PORT"),
+        description="Port to listen on; SAGEMAKER_BIND_TO_PORT and SM_VLLM_PORT mean the same.",
+    )
+    base_name: str = Field("", description="Public name of the base model; by default the model folder's name.")
+    engine: Literal["vllm", "fake"] = Field(
+        "vllm", description="`fake` answers without a model, for trying the HTTP side."
+    )
+    lora: bool = Field(True, description="Serve adapters; false serves the base model alone.")
+    max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")
+    max_adapters: int = Field(64, ge=1, description="Adapters that may be registered at once.")
+    max_slots: int = Field(16, ge=1, description="Upper bound of the number of slots worked out from free memory.")
+
+    max_running: int = Field(256, ge=1, description="Requests in the engine at once.")
+    max_queued: int = Field(256, ge=0, description="Requests that may wait for admission; one more gets 429.")
+    spare_threads: int = Field(64, ge=8, description="HTTP threads kept beyond running and queued requests.")
+    max_body_mb: float = Field(32.0, gt=0, description="Largest request body in MiB; a longer one gets 413.")
+    client_stall_s: float = Field(60.0, gt=0, description="Seconds a client may stop reading its stream.")
+
+    adapters_dir: Path | None = Field(None, description="Adapters registered at start; by default <model>/adapters.")
+    adapter_roots: list[Path] = Field(
+        default_factory=list,
+        description="Local adapter sources must lie under one of these; empty allows all.",
+    )
+    adapter_max_mb: float = Field(16384.0, gt=0, description="Largest adapter in MiB, unpacked.")
+    adapter_timeout_s: float = Field(
+        900.0, gt=0, description="Seconds that fetching and importing one adapter may take."
+    )
+    probe: Literal["off", "warn", "refuse"] = Field(
+        "warn", description="What an adapter without effect on the probe prompt means."
+    )
+    s3_endpoint_url: str = Field("", description="Another S3 endpoint, for tests and private stores.")
+    work_dir: Path = Field(
+        default_factory=lambda: Path(tempfile.gettempdir()) / "lorahost",
+        description="Where normalised adapters live.",
+    )
+
+    lmi_max_new_tokens: int = Field(30, ge=1, description="`max_new_tokens` of LMI bodies that give none.")
+    tgi_compat: bool = Field(False, description="LMI answers as TGI's list form.")
+    unknown_model: Literal["error", "base"] = Field(
+        "error", description="What an unknown `model` on /invocations means."
+    )
+    sessions: bool = Field(
+        False,
+        validation_alias=AliasChoices("LORAHOST_SESSIONS", "SAGEMAKER_ENABLE_STATEFUL_SESSIONS"),
+        description="Sticky sessions.",
+    )
+    session_ttl_s: int = Field(
+        1200,
+        ge=1,
+        validation_alias=AliasChoices("LORAHOST_SESSION_TTL_S", "SAGEMAKER_SESSIONS_EXPIRATION"),
+        description="Seconds after which an unused session expires.",
+    )
+
+    drain_s: float = Field(20.0, ge=0, le=25, description="Seconds that running requests get after SIGTERM.")
+    stall_s: float = Field(
+        120.0, gt=0, description="Seconds without token progress after which the engine counts as hung."
+    )
+    exit_grace_s: float = Field(10.0, ge=0, description="Seconds between an unhealthy engine and the exit.")
+    start_timeout_s: float = Field(3600.0, gt=0, description="Seconds that the engine may take to start.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the host's log.")
+    log_prompts: bool = Field(False, description="Put prompts and answers into the request log.")
+    metric_adapters: int = Field(
+        100, ge=1, description="Adapters with a metric label of their own; the rest is `other`."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what `load_settings` passes: it knows the aliases and refuses unknown names."""
+        return (init_settings,)
+
+    @property
+    def threads(self) -> int:
+        """HTTP threads: each running or queued request holds one."""
+        return self.max_running + self.max_queued + self.spare_threads
+
+
+def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the settings.
+
+    Raises:
+        InvalidRequestError: a bad value or an unknown `LORAHOST_*` name; the message names it.
+    """
+    environ = os.environ if environ is None else environ
+    known = known_variables()
+    unknown = sorted(n for n in environ if n.startswith(PREFIX) and n not in known)
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown settings {', '.join(unknown)}; `lorahost doctor --settings` lists all",
+            code="unknown_setting",
+        )
+    values: dict[str, Any] = {}
+    for name, field in Settings.model_fields.items():
+        for variable in _variables(name, field.validation_alias):
+            if environ.get(variable, "") != "":
+                values[variable if field.validation_alias else name] = environ[variable]
+                break
+    if isinstance(values.get("adapter_roots"), str):
+        values["adapter_roots"] = [p for p in values["adapter_roots"].split(":") if p]
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        problems = "; ".join(f"{_shown(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors())
+        raise InvalidRequestError(f"bad settings: {problems}", code="bad_setting") from error
+
+
+def _shown(location: tuple[int | str, ...]) -> str:
+    name = str(location[0])
+    return name if name.isupper() else PREFIX + name.upper()
+
+
+def _variables(name: str, alias: Any) -> list[str]:
+    if isinstance(alias, AliasChoices):
+        return [str(choice) for choice in alias.choices]
+    return [PREFIX + name.upper()]
+
+
+def known_variables() -> dict[str, str]:
+    """Every variable that `Settings` reads, with its field's name."""
+    return {v: name for name, field in Settings.model_fields.items() for v in _variables(name, field.validation_alias)}
+
+
+class ModelChoice:
+    """Which base model, and why: SM_VLLM_MODEL, then /opt/ml/model, then OPTION_MODEL_ID, then HF_MODEL_ID."""
+
+    def __init__(self, environ: Mapping[str, str], model_dir: Path = MODEL_DIR) -> None:
+        self.model, self.source = self._choose(environ, model_dir)
+
+    @staticmethod
+    def _choose(environ: Mapping[str, str], model_dir: Path) -> tuple[str, str]:
+        if model := environ.get("SM_VLLM_MODEL"):
+            return model, "SM_VLLM_MODEL"
+        if (model_dir / "config.json").is_file():
+            return str(model_dir), str(model_dir)
+        for name in ("OPTION_MODEL_ID", "HF_MODEL_ID"):
+            if model := environ.get(name):
+                return model, name
+        raise InvalidRequestError(
+            f"no base model: set SM_VLLM_MODEL or HF_MODEL_ID, or mount one at {model_dir} (with its config.json)",
+            code="no_model",
+        )
+
+    @property
+    def name(self) -> str:
+        """A public name made from the path or hub id."""
+        if Path(self.model) == MODEL_DIR:
+            return "base"
+        return Path(self.model).name or self.model
+
+
+def shown_environment(settings: Settings, flags: EngineFlags) -> dict[str, Any]:
+    """The settings for the start-up log, secrets masked."""
+    shown = {k: _mask(k, v) if isinstance(v, str) else v for k, v in settings.model_dump(mode="json").items()}
+    flag, tokens = "", []
+    for token in flags.tokens:
+        flag = token if token.startswith("--") else flag
+        tokens.append(token if token == flag else _mask(flag, token))
+    return {"settings": shown, "vllm": tokens, "unknown": list(flags.unknown)}
+
+
+def _mask(name: str, value: str) -> str:
+    """Hides values whose name says secret; token counts are no secrets."""
+    upper = name.upper().replace("-", "_")
+    counts = ("TOKENS", "TOKENIZER")
+    if any(w in upper for w in SECRET_WORDS) and not any(c in upper for c in counts) and value:
+        return "***"
+    return value
+
+
+__all__ = [
+    "EngineFlags",
+    "ModelChoice",
+    "Settings",
+    "engine_flags",
+    "known_variables",
+    "load_settings",
+    "shown_environment",
+]
