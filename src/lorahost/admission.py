@@ -1,10 +1,12 @@
 """Admission by adapter, in front of the engine.
 
 The engine has `slots` device slots for adapters. Its own scheduler lets requests whose adapter is resident overtake
-all others, so that an adapter without a slot can starve. Here a slot is a loan: while an adapter without one waits,
-the slot whose holder has the least running is closed to new requests, drains, and goes to the one that waited
-longest. Among the adapters that may run, the one with the fewest requests running goes first. An adapter without a
-slot therefore waits for one answer of the holder that is drained for it, and no longer.
+all others, so that an adapter without a slot can starve. Here a slot is a loan: while more adapters wait without one
+than slots are free, the slot whose holder has the least running is closed to new requests, drains, and goes to the
+adapter that has waited longest; one that has just lost its slot waits anew, however old its requests are. Among the
+adapters that may run, the one with the fewest requests running goes first. An adapter without a slot therefore waits
+for one answer of the holder that is drained for it, and no longer. The base model needs no slot and takes its turn
+like an adapter.
 
 Single-threaded: every method runs on the engine's event loop.
 """
@@ -61,7 +63,8 @@ class Admission:
         self.max_queued = max_queued
         self._holders: dict[Hashable, _Holder] = {}
         self._queues: dict[Hashable, deque[_Waiter]] = {}
-        self._last_admitted: dict[Hashable, int] = {}
+        # when an adapter last had its turn: its last admission, or the loss of its slot
+        self._turns: dict[Hashable, int] = {}
         self._ticks = itertools.count(1)
         self._running = 0
         self._queued = 0
@@ -78,6 +81,7 @@ class Admission:
         self._pump()
         if not waiter.admitted.done() and self._queued > self.max_queued:
             self._withdraw(adapter, waiter)
+            self._settle_slots()
             raise OverloadedError(
                 f"{self.max_queued} requests are waiting already, the limit of this server; try again later",
                 code="queue_full",
@@ -87,11 +91,11 @@ class Admission:
         try:
             await waiter.admitted
         except asyncio.CancelledError:
-            if waiter.admitted.done() and not waiter.admitted.cancelled():
-                self.leave(adapter)
-            else:
+            if waiter.admitted.cancelled():
                 self._withdraw(adapter, waiter)
                 self._pump()
+            else:
+                self.leave(adapter)
             raise
 
     def leave(self, adapter: Hashable) -> None:
@@ -101,8 +105,8 @@ class Admission:
         self._running -= 1
         if holder.running == 0:
             del self._holders[adapter]
-            if adapter not in self._queues:
-                self._last_admitted.pop(adapter, None)
+            self._turns[adapter] = next(self._ticks)
+            self._forget_idle(adapter)
         self._pump()
 
     def occupancy(self) -> Occupancy:
@@ -115,70 +119,68 @@ class Admission:
         if queue is not None and waiter in queue:
             queue.remove(waiter)
             self._queued -= 1
-            if not queue:
-                del self._queues[adapter]
+            self._forget_idle(adapter)
+
+    def _forget_idle(self, adapter: Hashable) -> None:
+        """Engine ids are never reused: what is kept of an adapter goes with its last request."""
+        if not self._queues.get(adapter):
+            self._queues.pop(adapter, None)
+            if adapter not in self._holders:
+                self._turns.pop(adapter, None)
 
     def _pump(self) -> None:
         """Admits all that may run now, then closes as many slots as adapters wait without one."""
         while self._running < self.max_running:
-            self._reopen_slots()
+            # closing waits for the end: an adapter that gets a slot brings all its queue, as far as there is room
+            self._settle_slots(close=False)
             adapter = self._next()
             if adapter is _NOBODY:
                 break
             self._admit(adapter)
-        self._reopen_slots()
-        self._close_slots()
+        self._settle_slots()
 
     def _admit(self, adapter: Hashable) -> None:
-        queue = self._queues[adapter]
-        waiter = queue.popleft()
+        """Lets the adapter's first waiter in; one that was cancelled and has not run since is only dropped."""
+        waiter = self._queues[adapter].popleft()
         self._queued -= 1
-        if not queue:
-            del self._queues[adapter]
-        self._holders.setdefault(adapter, _Holder()).running += 1
-        self._last_admitted[adapter] = next(self._ticks)
-        self._running += 1
-        waiter.admitted.set_result(None)
+        if not waiter.admitted.cancelled():
+            self._holders.setdefault(adapter, _Holder()).running += 1
+            self._turns[adapter] = next(self._ticks)
+            self._running += 1
+            waiter.admitted.set_result(None)
+        self._forget_idle(adapter)
 
     def _next(self) -> Hashable:
         """The queued adapter to admit from, or `_NOBODY`."""
-        waiting = self._waiting_for_slot()
-        if waiting and self._slots_held() < self.slots:
-            return waiting[0]
-        open_ = [key for key in self._queues if key is BASE or (key in self._holders and not self._holders[key].closed)]
-        if not open_:
-            return _NOBODY
-        return min(open_, key=lambda key: (self._load(key), self._last_admitted.get(key, 0)))
+        free = self._slots_held() < self.slots
+        may_run = [key for key in self._queues if self._may_run(key, free)]
+        return min(may_run, key=lambda key: (self._load(key), self._waits_since(key)), default=_NOBODY)
+
+    def _may_run(self, adapter: Hashable, slot_free: bool) -> bool:
+        if adapter is BASE:
+            return True
+        holder = self._holders.get(adapter)
+        return slot_free if holder is None else not holder.closed
 
     def _load(self, adapter: Hashable) -> int:
         holder = self._holders.get(adapter)
         return holder.running if holder else 0
 
+    def _waits_since(self, adapter: Hashable) -> int:
+        return max(self._queues[adapter][0].arrival, self._turns.get(adapter, 0))
+
     def _slots_held(self) -> int:
         return sum(key is not BASE for key in self._holders)
 
-    def _waiting_for_slot(self) -> list[Hashable]:
-        """Adapters that wait without a slot, longest wait first."""
-        waiting = [key for key in self._queues if key is not BASE and key not in self._holders]
-        return sorted(waiting, key=lambda key: self._queues[key][0].arrival)
-
-    def _closed(self) -> list[_Holder]:
-        return [h for key, h in self._holders.items() if key is not BASE and h.closed]
-
-    def _reopen_slots(self) -> None:
-        """Opens the closed slots that nobody waits for any more."""
-        for holder in self._closed()[len(self._waiting_for_slot()) :]:
-            holder.closed = False
-
-    def _close_slots(self) -> None:
-        """Closes one slot for each adapter that waits without one, those that drain soonest first."""
-        missing = len(self._waiting_for_slot()) - len(self._closed())
-        open_ = sorted(
-            ((key, h) for key, h in self._holders.items() if key is not BASE and not h.closed),
-            key=lambda item: (item[1].running, self._last_admitted.get(item[0], 0)),
-        )
-        for _, holder in open_[: max(0, missing)]:
-            holder.closed = True
+    def _settle_slots(self, *, close: bool = True) -> None:
+        """Closes one slot for each adapter that waits and finds none free, those that drain soonest first."""
+        waiting = sum(key is not BASE and key not in self._holders for key in self._queues)
+        needed = max(0, waiting - (self.slots - self._slots_held()))
+        held = [(key, holder) for key, holder in self._holders.items() if key is not BASE]
+        # what is closed stays closed, as long as it is needed
+        held.sort(key=lambda item: (not item[1].closed, item[1].running, self._turns.get(item[0], 0)))
+        for index, (_, holder) in enumerate(held):
+            holder.closed = index < needed and (close or holder.closed)
 
 
 _NOBODY: Hashable = object()

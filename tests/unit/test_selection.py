@@ -1,4 +1,4 @@
-"""Which adapter answers: the order of the places that can name one, and that no name is ever swapped for another."""
+"""Which adapter answers: the order of the places that can name one; no name is ever swapped for another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from lorahost.requests.selection import Choice, choose
 @dataclass
 class Names:
     base_name: str = "qwen"
-    adapters: dict[str, str] = field(
-        default_factory=lambda: {"tax": "tax", "law": "law", "Tax advice": "tax"}
-    )
+    adapters: dict[str, str] = field(default_factory=lambda: {"tax": "tax", "law": "law", "Tax advice": "tax"})
 
     def resolve(self, name: str) -> str | None:
         return self.adapters.get(name)
@@ -197,9 +195,7 @@ def test_a_name_is_answered_by_its_owner_or_not_at_all(
     )
     headers = {} if header is None else {ADAPTER_IDENTIFIER: header}
     try:
-        choice = pick(
-            headers, {} if query is None else {"adapter": query}, body, (attribute or "").strip() or None
-        )
+        choice = pick(headers, {} if query is None else {"adapter": query}, body, (attribute or "").strip() or None)
     except HostError:
         return
     if deciding is None or deciding in ("", "qwen", "lmi"):

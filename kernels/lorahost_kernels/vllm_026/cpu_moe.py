@@ -4,7 +4,7 @@ vLLM's LoRA layer allocates the slots and copies adapters into them; this module
 the MoE layer and how a batch with adapters is computed. A batch without adapters takes vLLM's own path.
 """
 
-# mypy: disallow-subclassing-any=False
+# mypy: disallow-subclassing-any=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 from typing import Any
@@ -62,7 +62,8 @@ class CpuLoRAMoEMethod(FusedMoEMethodBase, torch.nn.Module):
         lora = self._lora_layer[0]
         slots = lora.punica_wrapper.token_slots(x.shape[0])
         if slots is None:
-            return self.base_method.apply_monolithic(layer, x, router_logits, input_ids)
+            base_output: torch.Tensor = self.base_method.apply_monolithic(layer, x, router_logits, input_ids)
+            return base_output
         weights, experts = select_experts(
             hidden_states=x,
             router_logits=router_logits,
@@ -150,20 +151,14 @@ def _init_lora_layer(self: Any, base_layer: Any) -> None:
 def _check_covered(base_layer: Any, experts: Any) -> None:
     name = base_layer.layer_name
     if base_layer.moe_config.moe_parallel_config.use_ep:
-        raise ValueError(
-            f"{name}: MoE LoRA on the CPU does not cover expert parallelism; use tensor parallelism"
-        )
+        raise ValueError(f"{name}: MoE LoRA on the CPU does not cover expert parallelism; use tensor parallelism")
     if not base_layer.moe_config.is_act_and_mul:
-        raise ValueError(
-            f"{name}: MoE LoRA on the CPU covers gated experts only (gate, up and down projections)"
-        )
+        raise ValueError(f"{name}: MoE LoRA on the CPU covers gated experts only (gate, up and down projections)")
     if experts.apply_router_weight_on_input:
         raise ValueError(f"{name}: MoE LoRA on the CPU does not cover router weights on the experts' input")
     if experts.activation not in _CPU_MOE_ACT_FN:
         known = ", ".join(sorted(activation.value for activation in _CPU_MOE_ACT_FN))
-        raise ValueError(
-            f"{name}: activation {experts.activation.value} is not one that the CPU has: {known}"
-        )
+        raise ValueError(f"{name}: activation {experts.activation.value} is not one that the CPU has: {known}")
     if not hasattr(experts, "gate_up_linear"):
         raise ValueError(
             f"{name}: MoE LoRA on the CPU needs unquantised, unpacked experts, but the method is "

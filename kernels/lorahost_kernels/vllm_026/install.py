@@ -31,7 +31,7 @@ def install() -> None:
             f"lorahost's vLLM plugin works with vLLM {VLLM_VERSION}, but vLLM {vllm.__version__} is installed; "
             f"install vllm=={VLLM_VERSION}, or leave the plugin out with VLLM_PLUGINS="
         )
-    check_signatures()
+    check_signatures(cpu=current_platform.is_cpu())
     register_common()
     if current_platform.is_cpu():
         register_cpu()

@@ -74,9 +74,7 @@ class AdapterPreparer:
             if engine_id in self._preparations or engine_id in self._manager.list_adapters():
                 raise ValueError(f"engine_id {engine_id} ({name}) is loaded or being prepared already")
             self._preparations[engine_id] = preparation
-        threading.Thread(
-            target=self._read, args=(preparation,), name=f"adapter-{engine_id}", daemon=True
-        ).start()
+        threading.Thread(target=self._read, args=(preparation,), name=f"adapter-{engine_id}", daemon=True).start()
 
     def _read(self, preparation: _Preparation) -> None:
         try:

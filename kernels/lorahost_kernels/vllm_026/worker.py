@@ -14,6 +14,7 @@ from lorahost_kernels.vllm_026.loading import AdapterPreparer, preparer_of
 class WorkerExtension:
     """Mixed into vLLM's worker class; an exception here reaches the caller and leaves the engine running."""
 
+    device: Any
     model_runner: Any
 
     def lorahost_report(self) -> dict[str, Any]:
@@ -26,7 +27,7 @@ class WorkerExtension:
             "plugin_version": lorahost_kernels.__version__,
             "vllm_version": vllm.__version__,
             "patches": patching.applied(),
-            "device": str(self.model_runner.device),
+            "device": str(self.device),
             "operations": dict(install.operations),
         }
 

@@ -39,6 +39,7 @@ class Entry:
         removed: Set by a removal: no new requests, and changes under way give up.
         withdrawn: The removal has retired the live version; the entry goes with its last version.
         removal: The latest removal.
+        former: The removed entry of the same name that this one replaced, while its versions drain.
         settled: There is an answer for who waits: a live version, a failure or a removal.
     """
 
@@ -52,6 +53,7 @@ class Entry:
     pin_wanted: bool = False
     withdrawn: bool = False
     removal: asyncio.Task[AdapterRecord] | None = None
+    former: Entry | None = None
     removed: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,6 +62,13 @@ class Entry:
         if self.live is None and not self.removed.is_set():
             self.asked, self.failure = wanted, None
             self.settled.clear()
+
+    def leaving(self) -> set[Version]:
+        """Versions that drain under this name, those of a former entry too."""
+        former = self.former
+        if former is None:
+            return self.draining
+        return self.draining | former.leaving() | ({former.live} if former.live else set())
 
     @property
     def pinned(self) -> bool:
@@ -79,7 +88,8 @@ class Entry:
     def record(self) -> AdapterRecord:
         """A snapshot of now."""
         live, asked = self.live, self.asked
-        in_flight = sum(len(v.leases) for v in self.draining) + (len(live.leases) if live else 0)
+        leaving = self.leaving()
+        in_flight = sum(len(v.leases) for v in leaving) + (len(live.leases) if live else 0)
         return AdapterRecord(
             name=self.name,
             alias=asked.alias,
@@ -96,7 +106,7 @@ class Entry:
             bytes=live.bytes if live else 0,
             loaded=live is not None and live.resident is not None,
             in_flight=in_flight,
-            versions_draining=len(self.draining),
+            versions_draining=len(leaving),
             seconds=dict(live.seconds) if live else {},
             warnings=tuple(live.warnings) if live else (),
         )

@@ -83,7 +83,14 @@ class AdapterRegistry:
             emit=emit,
             held=lambda: self._residency.held,
         )
-        self._residency = EngineResidency(engine, limits, probe=settings.probe, emit=emit, counts=self._table.counts)
+        self._residency = EngineResidency(
+            engine,
+            limits,
+            probe=settings.probe,
+            emit=emit,
+            counts=self._table.counts,
+            changed=lambda version: self._retirement.changed(version),
+        )
         self._preparation = Preparation(
             tools, settings.work_dir, run or Workers(settings.workers), run or Workers(1), emit
         )

@@ -43,7 +43,10 @@ class EngineLimits:
 
 
 class EngineResidency:
-    """Owns the engine ids. One load or unload is in the engine at a time; all methods run on its loop."""
+    """Owns the engine ids. One load or unload is in the engine at a time; all methods run on its loop.
+
+    Calls `changed` for a version that the engine took in or gave up; `counts` is for CapacityErrors.
+    """
 
     def __init__(
         self,
@@ -53,12 +56,14 @@ class EngineResidency:
         probe: ProbePolicy,
         emit: events.Emit,
         counts: Callable[[], Json],
+        changed: Callable[[Version], None],
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._probe = probe
         self._emit = emit
         self._counts = counts
+        self._changed = changed
         self._ids = itertools.count(1)
         self._held: dict[int, Version] = {}
         self._lock = asyncio.Lock()
@@ -137,6 +142,7 @@ class EngineResidency:
             self._emit(events.Residency(version.name, version.digest, engine_id, "loaded"))
         finally:
             version.loading = None
+            self._changed(version)
 
     async def _load_checked(self, version: Version, candidate: AdapterVersion) -> None:
         async with self._lock:
@@ -191,6 +197,7 @@ class EngineResidency:
         finally:
             version.unloading = None
             self._wake()
+            self._changed(version)
         if change is not None:
             self._emit(events.Residency(version.name, version.digest, engine_id, change))
 

@@ -67,11 +67,16 @@ class Retirement:
         self._table.publish(owner)
         self._reap(version)
 
-    def released(self, lease: Lease) -> None:
-        """A request on a version ended."""
-        owner = self._owners.get(lease.held)
+    def changed(self, version: Version) -> None:
+        """The engine took `version` in or gave it up: its record says so."""
+        owner = self._owners.get(version)
         if owner is not None:
             self._table.publish(owner)
+
+    def released(self, lease: Lease) -> None:
+        """A request on a version ended."""
+        self.changed(lease.held)
+        if lease.held in self._owners:
             self._reap(lease.held)
 
     async def withdraw(self, entry: Entry, timeout_s: float, grace_s: float) -> AdapterRecord:
@@ -121,8 +126,7 @@ class Retirement:
     def _left(self, owner: Entry) -> None:
         if owner.withdrawn and not owner.draining:
             self._table.drop(owner)
-        else:
-            self._table.publish(owner)
+        self._table.publish(owner)
 
 
 async def _idle(versions: Iterable[Version], timeout_s: float) -> bool:

@@ -92,8 +92,8 @@ class AdapterTable:
         # Failed adapters stay listed for their reason, but not without bound.
         for entry in failed[: max(0, len(failed) - self._max_adapters)]:
             self.drop(entry)
-        self.entries.pop(name, None)
-        entry = self.entries[name] = Entry(name, wanted)
+        former = self.entries.pop(name, None)
+        entry = self.entries[name] = Entry(name, wanted, former=former)
         self.publish(entry)
         return entry
 
@@ -124,9 +124,13 @@ class AdapterTable:
         }
 
     def publish(self, entry: Entry) -> None:
-        """Makes the present state of `entry` visible; does nothing for one that was replaced or dropped."""
-        if self.entries.get(entry.name) is not entry:
+        """Makes the present state of `entry`, or of the one that replaced it, visible."""
+        current = self.entries.get(entry.name)
+        if current is None:
             return
+        entry = current
+        if entry.former is not None and not entry.former.leaving() and entry.former.withdrawn:
+            entry.former = None
         before, after = self._records.get(entry.name), entry.record()
         self._records[entry.name] = after
         self._index(before, after)

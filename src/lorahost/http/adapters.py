@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from flask import Flask, Response, request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from lorahost.adapters.versions import AdapterRecord
 from lorahost.errors import InvalidRequestError, OverloadedError
 from lorahost.host import Host
 from lorahost.http.bodies import read_body
 from lorahost.http.exchange import json_bytes
+from lorahost.requests import attributes
 from lorahost.requests.headers import ADAPTER_ALIAS, header
 
 B = TypeVar("B", bound=BaseModel)
 BODY_LIMIT_BYTES = 1 << 20
+DIGEST_CHARS = 12
 DRAIN_TIMEOUT_S = 25.0
 
 
@@ -30,6 +32,13 @@ class RegisterBody(BaseModel):
     src: str = Field(min_length=1, max_length=2048)
     preload: bool = True
     pin: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _fits_header(cls, name: str) -> str:
+        """Every answer names its adapter in a header, percent-encoded."""
+        attributes.render(name, "0" * DIGEST_CHARS)
+        return name
 
 
 class UpdateBody(BaseModel):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from flask import Flask, Response
+from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 from lorahost.errors import EngineFailedError, HostError, InvalidRequestError
 from lorahost.host import Host
 from lorahost.http import adapters, health, invocations, models
+from lorahost.http.bodies import discard_body
 from lorahost.http.exchange import error_head
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ def create_app(host: Host) -> Flask:
     app.register_error_handler(HostError, _host_error)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _other_error)
+    app.after_request(_without_body)
     return app
 
 
@@ -31,6 +33,11 @@ def answer_error(error: HostError) -> Response:
     """An error as a response."""
     head = error_head(error)
     return Response(head.body, status=head.status, headers=dict(head.headers))
+
+
+def _without_body(response: Response) -> Response:
+    discard_body(request.environ)
+    return response
 
 
 def _host_error(error: HostError) -> Response:

@@ -11,12 +11,13 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 
 from lorahost.host import KILL_AFTER_S, Host, kill_children
-from lorahost.http.app import create_app
-from lorahost.server import build
+from lorahost.http.worker import HostWorker, limit_patience
 from lorahost.settings import Settings
 
 SHM = Path("/dev/shm")
 KEEPALIVE_S = 75
+# gunicorn's largest: adapters are registered through the query as well
+LINE_BYTES = 8190
 
 
 class HostArbiter(Arbiter):
@@ -47,7 +48,7 @@ class HostApplication(BaseApplication):
         for name, value in {
             "bind": f"{settings.host}:{settings.port}",
             "workers": 1,
-            "worker_class": "gthread",
+            "worker_class": HostWorker,
             "threads": settings.threads,
             "worker_connections": settings.threads + 1024,
             "preload_app": False,
@@ -56,6 +57,8 @@ class HostApplication(BaseApplication):
             "keepalive": KEEPALIVE_S,
             "worker_tmp_dir": str(SHM) if SHM.is_dir() else None,
             "control_socket_disable": True,
+            "limit_request_line": LINE_BYTES,
+            "when_ready": lambda server: limit_patience(server.LISTENERS, settings.client_stall_s),
             "proc_name": "lorahost",
             "accesslog": None,
             "loglevel": "warning",
@@ -65,7 +68,10 @@ class HostApplication(BaseApplication):
             self.cfg.set(name, value)
 
     def load(self) -> Any:
-        """Runs in the worker: builds the host and starts it; the socket is open already."""
+        """Runs in the worker: builds the host and starts it; the socket is open already, so imports can take time."""
+        from lorahost.http.app import create_app
+        from lorahost.server import build
+
         self._host = build()
         app = create_app(self._host)
         self._host.start()

@@ -55,7 +55,7 @@ def add_routes(app: Flask, host: Host) -> None:
     limit = int(settings.max_body_mb * 2**20)
 
     def invoke() -> Response:
-        body = read_body(request.environ, limit)
+        body = read_body(request.environ, limit, "LORAHOST_MAX_BODY_MB")
         host.lifecycle.require_ready()
         if not host.gate.enter():
             host.metrics.rejected.labels("other", "busy").inc()

@@ -92,13 +92,9 @@ def render(adapter: str | None, digest: str | None, extra: Mapping[str, str] | N
     if (adapter is None) != (digest is None):
         raise ValueError(f"adapter {adapter!r} and digest {digest!r} must be given together")
     fields = {"adapter": adapter or "", "version": "base" if digest is None else digest[:12]}
-    value = ";".join(
-        f"{_escaped(key)}={_escaped(text)}" for key, text in (fields | dict(extra or {})).items()
-    )
+    value = ";".join(f"{_escaped(key)}={_escaped(text)}" for key, text in (fields | dict(extra or {})).items())
     if len(value) > MAX_CHARS:
-        raise ValueError(
-            f"the response's CustomAttributes has {len(value)} characters; the limit is {MAX_CHARS}"
-        )
+        raise ValueError(f"the response's CustomAttributes has {len(value)} characters; the limit is {MAX_CHARS}")
     return value
 
 

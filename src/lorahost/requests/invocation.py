@@ -173,9 +173,7 @@ def _stream(data: Json, forwarded_stream: bool) -> bool:
     if value is None:
         return forwarded_stream
     if not isinstance(value, bool):
-        raise invalid(
-            f"stream is {shown(value)}; it must be true or false", param="stream", code="invalid_type"
-        )
+        raise invalid(f"stream is {shown(value)}; it must be true or false", param="stream", code="invalid_type")
     return value
 
 
@@ -194,9 +192,7 @@ def _openai_body(data: Json, stream: bool) -> Json:
 
 
 def _request_id(inference_id: str | None, data: Json) -> str:
-    field_name, value = (
-        (INFERENCE_ID, inference_id) if inference_id else ("request_id", data.get("request_id"))
-    )
+    field_name, value = (INFERENCE_ID, inference_id) if inference_id else ("request_id", data.get("request_id"))
     if value is None:
         return uuid.uuid4().hex
     if not isinstance(value, str) or not value.isascii() or not value.isprintable() or not value.strip():

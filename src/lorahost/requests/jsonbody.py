@@ -123,9 +123,7 @@ def _containers(node: Any) -> list[Any]:
 
 
 def _too_deep() -> Exception:
-    return invalid(
-        f"the body is nested too deeply; the limit is {MAX_DEPTH} levels", code="nested_too_deeply"
-    )
+    return invalid(f"the body is nested too deeply; the limit is {MAX_DEPTH} levels", code="nested_too_deeply")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Json:
@@ -133,9 +131,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
-        raise invalid(
-            f"key {shown(twice)} appears twice in one object", param=twice[:80], code="duplicate_key"
-        )
+        raise invalid(f"key {shown(twice)} appears twice in one object", param=twice[:80], code="duplicate_key")
     return result
 
 
@@ -153,9 +149,7 @@ def _finite(text: str) -> float:
 def _bounded(text: str) -> int:
     # Python itself refuses to read more than 4300 digits.
     if len(text) > 40:
-        raise invalid(
-            f"integer {shown(text)} has {len(text)} digits; the limit is 40", code="number_out_of_range"
-        )
+        raise invalid(f"integer {shown(text)} has {len(text)} digits; the limit is 40", code="number_out_of_range")
     return int(text)
 
 

@@ -86,9 +86,7 @@ def calls(
     _check(plan, stream)
     shared = parameters.fields(default_max_new_tokens) | {"stream": stream}
     if api == "completions":
-        return [
-            {"prompt": list(inputs) if batch else inputs[0]} | shared | _completion_details(plan, stream)
-        ], plan
+        return [{"prompt": list(inputs) if batch else inputs[0]} | shared | _completion_details(plan, stream)], plan
     return [{"messages": messages} | shared | _chat_details(plan, stream) for messages in inputs], plan
 
 
@@ -140,9 +138,7 @@ def tokens(plan: LmiPlan, choice: Json) -> list[Token]:
             )
         ]
     if len(ids) != len(entries):
-        raise EngineFailedError(
-            f"the engine answered {len(ids)} token ids with {len(entries)} log-probabilities"
-        )
+        raise EngineFailedError(f"the engine answered {len(ids)} token ids with {len(entries)} log-probabilities")
     return [
         Token(token_id, text, _finite(logprob), tuple((other, _finite(value)) for other, value in top))
         for token_id, (text, logprob, top) in zip(ids, entries, strict=True)
@@ -192,16 +188,12 @@ def _inputs(value: Any, max_inputs: int) -> tuple[Api, tuple[Any, ...], bool]:
 
 def _prompt(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
-        raise invalid(
-            f"{field} is {shown(value)}; it must be a non-empty text", param=field, code="invalid_type"
-        )
+        raise invalid(f"{field} is {shown(value)}; it must be a non-empty text", param=field, code="invalid_type")
     return value
 
 
 def _messages(value: Any, field: str) -> list[Json]:
-    is_chat = (
-        isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value)
-    )
+    is_chat = isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value)
     if not is_chat:
         raise invalid(
             f"{field} is {shown(value)}; it must be a non-empty list of messages with role and content",
@@ -228,9 +220,7 @@ def _check(plan: LmiPlan, stream: bool) -> None:
 
 
 def _excluded(name: str, reason: str) -> Exception:
-    return invalid(
-        f"parameters.{name} is true: {reason}", param=f"parameters.{name}", code="invalid_parameter"
-    )
+    return invalid(f"parameters.{name} is true: {reason}", param=f"parameters.{name}", code="invalid_parameter")
 
 
 def _completion_details(plan: LmiPlan, stream: bool) -> Json:

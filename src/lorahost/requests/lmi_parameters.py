@@ -151,15 +151,11 @@ class Parameters(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.n is not None and self.top_n_tokens is not None and self.n != self.top_n_tokens:
-            raise _conflict(
-                "top_n_tokens", self.top_n_tokens, f"n is {self.n}, and both mean the number of sequences"
-            )
+            raise _conflict("top_n_tokens", self.top_n_tokens, f"n is {self.n}, and both mean the number of sequences")
         if self.decoder_input_details and not self.details:
             raise _conflict("decoder_input_details", True, "it needs details=true")
         if self.sequences > 1 and self.greedy and not self.use_beam_search:
-            raise _conflict(
-                "n", self.sequences, "greedy decoding gives 1 sequence; set a temperature above 0"
-            )
+            raise _conflict("n", self.sequences, "greedy decoding gives 1 sequence; set a temperature above 0")
         return self
 
     @property
@@ -204,9 +200,7 @@ def read(value: Any) -> Parameters:
     if value is None:
         return Parameters()
     if not isinstance(value, dict):
-        raise invalid(
-            f"parameters is {shown(value)}; it must be an object", param="parameters", code="invalid_type"
-        )
+        raise invalid(f"parameters is {shown(value)}; it must be an object", param="parameters", code="invalid_type")
     for name in value:
         if name != "adapter_id" and name not in Parameters.model_fields:
             reason = REFUSED.get(name, "it is not a generation parameter")
@@ -225,7 +219,5 @@ def _conflict(name: str, value: Any, reason: str) -> Exception:
 
 
 def _joined(*sources: str | list[str] | None) -> list[str]:
-    texts = [
-        text for source in sources if source for text in ([source] if isinstance(source, str) else source)
-    ]
+    texts = [text for source in sources if source for text in ([source] if isinstance(source, str) else source)]
     return list(dict.fromkeys(texts))

@@ -39,9 +39,7 @@ def from_validation(error: ValidationError, prefix: str) -> InvalidRequestError:
     name = faults[0]["loc"][0]
     # A union reports a fault for each of its branches; the branch that got furthest is the one meant.
     fault = max((one for one in faults if one["loc"][0] == name), key=lambda one: len(one["loc"]))
-    field = ".".join(
-        str(part) for part in (prefix, name, *(p for p in fault["loc"][1:] if isinstance(p, int)))
-    )
+    field = ".".join(str(part) for part in (prefix, name, *(p for p in fault["loc"][1:] if isinstance(p, int))))
     reason = fault["msg"].removeprefix("Value error, ")
     return invalid(
         f"{field} is {shown(fault['input'])}: {reason[:1].lower()}{reason[1:]}",

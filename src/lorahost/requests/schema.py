@@ -82,9 +82,7 @@ def _unknown_schema(data: Json, wanted: Kind | None, route: str) -> Exception:
         accepted: tuple[str, ...] = (ACCEPTED_SCHEMAS[0 if wanted == "chat" else 1],)
     else:
         accepted = ACCEPTED_SCHEMAS
-    guess = next(
-        (f" ({schema}: not served here)" for name, schema in _OTHER_SCHEMAS.items() if name in data), ""
-    )
+    guess = next((f" ({schema}: not served here)" for name, schema in _OTHER_SCHEMAS.items() if name in data), "")
     fields = ", ".join(sorted(shown(name) for name in data)[:8]) or "none"
     return invalid(
         f"the body's fields are {fields}{guess}; {route} accepts a body with {'; or '.join(accepted)}",

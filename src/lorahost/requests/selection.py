@@ -90,9 +90,7 @@ def choose(
         winner = mentions[0]
         alias = header(headers, ADAPTER_ALIAS) if winner.source == "header" else None
         name = _resolved(winner, alias, catalog)
-        return Choice(
-            name, winner.source, alias, tuple(_overruled(winner, name, mentions[1:], model, catalog))
-        )
+        return Choice(name, winner.source, alias, tuple(_overruled(winner, name, mentions[1:], model, catalog)))
     if model is None:
         return Choice(None, "default")
     return _by_model(model, catalog, unknown_model)
@@ -209,9 +207,7 @@ def _by_model(model: str, catalog: Catalog, unknown_model: UnknownModel) -> Choi
     if name is not None or model == "" or catalog.is_base(model):
         return Choice(name, "model")
     if unknown_model == "base":
-        return Choice(
-            None, "default", warnings=(f"body model {shown(model)} is unknown; answered by the base model",)
-        )
+        return Choice(None, "default", warnings=(f"body model {shown(model)} is unknown; answered by the base model",))
     raise AdapterNotFoundError(
         f"model {shown(model)} is neither a registered adapter nor the base model, "
         f"{shown(catalog.base_name)}; leave model out for the base model, or set unknown_model=base "

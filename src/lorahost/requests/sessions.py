@@ -146,8 +146,7 @@ class SessionStore:
         if session is None or self._clock() > session.expires_at:
             self._sessions.pop(session_id, None)
             raise invalid(
-                f"session {shown(session_id)} is unknown, closed or expired; "
-                f"sessions live {self._expiration_s:g} s",
+                f"session {shown(session_id)} is unknown, closed or expired; sessions live {self._expiration_s:g} s",
                 param=SESSION_ID,
                 code="unknown_session",
             )

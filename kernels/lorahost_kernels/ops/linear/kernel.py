@@ -8,7 +8,6 @@ import triton.language as tl
 
 from lorahost_kernels.ops.common.device import LISTS, arrive
 from lorahost_kernels.ops.common.expand import expand_program
-from lorahost_kernels.ops.common.device import LISTS
 from lorahost_kernels.ops.common.shrink import shrink_program
 
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import lorahost
@@ -80,6 +81,11 @@ def parse(line: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def cpu_environment() -> None:
-    """Settings that vLLM's CPU engine reads from the environment, where the user left them open."""
+def prepare_environment(model: str) -> None:
+    """What vLLM reads from the environment when it is imported, where the user left it open."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # standard output is the host's, one JSON object a line
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -67,7 +66,6 @@ class VllmHost:
         from starlette.datastructures import State
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.openai.api_server import init_app_state
-        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -75,8 +73,6 @@ class VllmHost:
 
         if vllm.__version__.split("+")[0] != VLLM_VERSION:
             raise UnavailableError(f"vllm is {vllm.__version__}; this server is built for {VLLM_VERSION}")
-        if current_platform.is_cpu():
-            arguments.cpu_environment()
         args = arguments.parse(self._line)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._progress = Progress()
@@ -123,6 +119,7 @@ class VllmHost:
             max_loras=lora.max_loras if lora else 0,
             max_lora_rank=lora.max_lora_rank if lora else 0,
             max_cpu_loras=lora.max_cpu_loras if lora else 0,
+            lora_dtype=str(lora.lora_dtype).removeprefix("torch.") if lora else "",
             lora_modules=modules,
             details={"workers": reports, "max_num_seqs": config.scheduler_config.max_num_seqs},
         )
@@ -259,12 +256,13 @@ class VllmHost:
     async def probe(self, version: AdapterVersion | None) -> tuple[float, ...]:
         """See `AdapterEngine.probe`: the five best log-probabilities of the next two tokens, by token id."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
 
         request = self._requests.get(version.engine_id) if version else None
         if version is not None and request is None:
             raise AdapterRejectedError(f"adapter {version.name!r} is not loaded", code="not_loaded")
         params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=5, ignore_eos=True)
-        prompt = {"prompt_token_ids": list(PROBE_TOKENS)}
+        prompt = tokens_input(list(PROBE_TOKENS))
         probe_id = f"probe-{version.engine_id if version else 'base'}-{time.monotonic_ns()}"
         final: Any = None
         async for output in self._engine.generate(prompt, params, probe_id, lora_request=request):
@@ -293,8 +291,3 @@ def base_config(model: str) -> Json:
 
     config, _ = PretrainedConfig.get_config_dict(model, local_files_only=bool(os.environ.get("HF_HUB_OFFLINE")))
     return dict(config)
-
-
-def is_local(model: str) -> bool:
-    """Whether `model` is a directory rather than a hub id."""
-    return Path(model).is_dir()

@@ -1,0 +1,87 @@
+"""gunicorn's threaded worker with three changes: JSON for malformed HTTP, pipelined requests, and patience limits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import struct
+from collections.abc import Iterable
+from concurrent.futures import Future
+from http import HTTPStatus
+from typing import Any
+
+from gunicorn.http import errors
+from gunicorn.workers.gthread import ThreadWorker
+
+from lorahost.errors import EngineFailedError, HostError, InvalidRequestError
+from lorahost.http.exchange import error_head
+
+log = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 16
+PIECES = 64
+
+
+def limit_patience(listeners: Iterable[Any], seconds: float) -> None:
+    """Bounds how long a thread waits for a client's next bytes, or for room to send: accepted sockets inherit it.
+
+    Without it half a request, or an answer that nobody reads, holds an HTTP thread for ever.
+    """
+    whole = math.floor(seconds)
+    limit = struct.pack("@ll", whole, math.floor((seconds - whole) * 1e6))
+    for listener in listeners:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            listener.sock.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+class HostWorker(ThreadWorker):
+    """The worker class of the server."""
+
+    def finish_request(self, conn: Any, fs: Future[Any]) -> None:
+        """Takes up the next request at once if it has been read with the last one: no poller would see it."""
+        if self.alive and not fs.cancelled() and fs.exception() is None and fs.result() is True and _pipelined(conn):
+            self.enqueue_req(conn)
+        else:
+            super().finish_request(conn, fs)
+
+    def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
+        """Answers what never reached the application, as JSON."""
+        error = _described(exc)
+        if error.status == 500:
+            log.error("request failed before it reached the application", exc_info=exc)
+        else:
+            log.warning("malformed request: %s", error.message)
+        head = error_head(error)
+        phrase = HTTPStatus(head.status).phrase
+        lines = [f"HTTP/1.1 {head.status} {phrase}", "Connection: close", f"Content-Length: {len(head.body)}"]
+        lines += [f"{name}: {value}" for name, value in head.headers.items()]
+        with contextlib.suppress(OSError):
+            client.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + head.body)
+            _discard_received(client)
+
+
+def _pipelined(conn: Any) -> bool:
+    return conn.parser is not None and conn.parser.unreader.buf.getbuffer().nbytes > 0
+
+
+def _discard_received(client: socket.socket) -> None:
+    """Empties the receive buffer: closing a socket with unread bytes resets it, and the answer is lost."""
+    for _ in range(PIECES):
+        if not client.recv(PIECE_BYTES, socket.MSG_DONTWAIT):
+            return
+
+
+def _described(exc: BaseException) -> HostError:
+    """The error that says what was wrong with the request."""
+    if isinstance(exc, errors.LimitRequestHeaders):
+        return InvalidRequestError(f"the request's headers are too large: {exc}", code="headers_too_large", status=431)
+    if isinstance(exc, errors.LimitRequestLine):
+        return InvalidRequestError(f"the request line is too long: {exc}", code="uri_too_long", status=414)
+    if isinstance(exc, errors.ExpectationFailed):
+        return InvalidRequestError(str(exc), code="expectation_failed", status=417)
+    if isinstance(exc, errors.UnsupportedTransferCoding):
+        return InvalidRequestError(str(exc), code="unsupported_transfer_coding", status=501)
+    if isinstance(exc, errors.ParseException) and not isinstance(exc, errors.ConfigurationProblem):
+        return InvalidRequestError(f"the request is not valid HTTP: {exc}", code="malformed_http")
+    return EngineFailedError(f"internal error: {type(exc).__name__}", code="internal_error")
