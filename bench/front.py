@@ -200,10 +200,17 @@ def main() -> None:
                 unit = "events" if metric in worst else "ms"
                 rows.append(
                     {
-                        "benchmark": "front", "provider": kind, "streams": streams, "step_ms": step_ms,
-                        "metric": metric, "unit": unit, "value": round(value, 4), "repeats": repeats,
+                        "benchmark": "front",
+                        "provider": kind,
+                        "streams": streams,
+                        "step_ms": step_ms,
+                        "metric": metric,
+                        "unit": unit,
+                        "value": round(value, 4),
+                        "repeats": repeats,
                         "machine": f"{platform.machine()} {len(__import__('os').sched_getaffinity(0))} cores",
-                        "versions": versions, "date": date,
+                        "versions": versions,
+                        "date": date,
                     }
                 )
     append(rows)

@@ -20,7 +20,8 @@ class ShrinkConfig:
     mode: Mode = "pair"
     block_m: int = 16
     block_k: int = 512
-    split_k: int = 6
+    split_k: int = 1
+    ranks: int = 4
     num_warps: int = 4
     num_stages: int = 3
     atomic: bool = False
@@ -45,11 +46,15 @@ class ExpandConfig:
 
 @dataclass(frozen=True)
 class OpConfig:
-    """Both halves of one LoRA product; fused: one launch, its expand programs await its shrink programs."""
+    """Both halves of one LoRA product; fused: one launch, its expand programs await its shrink programs.
+
+    prefetch_b: the shrink programs of a fused launch ask for B ahead of the expand programs.
+    """
 
     shrink: ShrinkConfig
     expand: ExpandConfig
     fused: bool = False
+    prefetch_b: bool = False
 
     def with_pdl(self, pdl: bool) -> "OpConfig":
         """The same tiles with programmatic dependent launch on or off."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lorahost.adapters.layout import ModelLayout
+from lorahost.adapters.layout import ModelLayout, Role
 from lorahost.core import Json
 
 DEVICE_SHARE = 0.2
@@ -45,7 +45,7 @@ def adapter_bytes(layout: ModelLayout, rank: int, bytes_per_weight: int = BYTES_
     dense = {target.engine: target for target in layout.dense.values()}
     weights: int = sum(rank * (t.in_features + t.out_features) for t in dense.values())
     for experts in {target.engine: target for target in layout.experts.values()}.values():
-        roles = ("gate_up", "down") if experts.form == "stacked" else ("gate", "up", "down")
+        roles: tuple[Role, ...] = ("gate_up", "down") if experts.form == "stacked" else ("gate", "up", "down")
         weights += experts.num_experts * rank * sum(sum(experts.features(role)) for role in roles)
     return weights * bytes_per_weight
 

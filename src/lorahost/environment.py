@@ -1,7 +1,8 @@
 """`SM_VLLM_*` and `OPTION_*` variables as vLLM command-line tokens.
 
 `SM_VLLM_MAX_MODEL_LEN=4096` means `--max-model-len 4096`, as in AWS's vLLM image; `OPTION_MAX_LORAS=8` is the name
-that LMI users know. Where both are set, `SM_VLLM_*` wins.
+that LMI users know. Where both are set, `SM_VLLM_*` wins. What the host itself needs to know (`HOST_NAMES`) is read
+by `settings`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ SM_PREFIX = "SM_VLLM_"
 OPTION_PREFIX = "OPTION_"
 JSON_LIST_FLAGS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers", "middleware"})
 OPTION_FLAGS = {
-    "ENABLE_LORA": "enable-lora",
     "MAX_LORAS": "max-loras",
     "MAX_LORA_RANK": "max-lora-rank",
     "MAX_CPU_LORAS": "max-cpu-loras",
@@ -43,7 +43,9 @@ OPTION_FLAGS = {
     "REASONING_PARSER": "reasoning-parser",
 }
 # read by the host itself, not by vLLM
-HOST_NAMES = frozenset({"SM_VLLM_MODEL", "SM_VLLM_PORT", "SM_VLLM_HOST", "OPTION_MODEL_ID"})
+HOST_NAMES = frozenset(
+    {"SM_VLLM_MODEL", "SM_VLLM_PORT", "SM_VLLM_HOST", "SM_VLLM_ENABLE_LORA", "OPTION_MODEL_ID", "OPTION_ENABLE_LORA"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,6 @@ def tokens(flag: str, value: str) -> list[str]:
 
 
 def _json(value: str) -> Any:
-    if not value.startswith(("[", "{")):
-        return None
     try:
         return json.loads(value)
     except json.JSONDecodeError:

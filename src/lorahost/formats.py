@@ -7,6 +7,7 @@ import json
 from lorahost.core import Api, Json
 
 DONE_EVENT = "data: [DONE]\n\n"
+SHELL_KEYS = ("id", "created", "model", "system_fingerprint")
 USAGE_MARK = '"choices":[]'
 
 
@@ -20,14 +21,6 @@ def usage_of(event: str) -> Json | None:
         return None
     usage = json.loads(event.removeprefix("data: ")).get("usage")
     return usage if isinstance(usage, dict) else None
-
-
-def finish(last: Json, api: Api, reason: str) -> str:
-    """A closing chunk with `reason`, in the shape of the chunk `last`."""
-    empty: Json = {"delta": {}} if api == "chat" else {"text": ""}
-    choice = {"index": 0, **empty, "logprobs": None, "finish_reason": reason}
-    shell = {k: last[k] for k in ("id", "object", "created", "model") if k in last}
-    return f"data: {_compact(shell | {'choices': [choice]})}\n\n"
 
 
 class Assembly:
@@ -44,41 +37,63 @@ class Assembly:
         if event == DONE_EVENT:
             return
         chunk = json.loads(event.removeprefix("data: "))
-        self._shell = self._shell or {k: chunk[k] for k in ("id", "created", "model") if k in chunk}
+        self._shell = self._shell or {k: chunk[k] for k in SHELL_KEYS if k in chunk}
         self.usage = chunk.get("usage") or self.usage
         for part in chunk.get("choices", []):
             choice = self._choices.setdefault(part["index"], {"index": part["index"], "finish_reason": None})
-            choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+            for key in ("finish_reason", "stop_reason"):
+                if part.get(key) is not None:
+                    choice[key] = part[key]
+            _append_lists(choice, "logprobs", part.get("logprobs"))
             if self._api == "chat":
-                self._add_message(
-                    choice.setdefault("message", {"role": "assistant", "content": ""}),
-                    part.get("delta") or {},
+                _add_message(
+                    choice.setdefault("message", {"role": "assistant", "content": ""}), part.get("delta") or {}
                 )
             else:
                 choice["text"] = choice.get("text", "") + (part.get("text") or "")
-
-    @staticmethod
-    def _add_message(message: Json, delta: Json) -> None:
-        for key in ("content", "reasoning", "reasoning_content"):
-            if delta.get(key):
-                message[key] = (message.get(key) or "") + delta[key]
-        for call in delta.get("tool_calls") or []:
-            calls = message.setdefault("tool_calls", [])
-            while len(calls) <= call["index"]:
-                calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-            target = calls[call["index"]]
-            target["id"] = call.get("id") or target["id"]
-            function = call.get("function") or {}
-            target["function"]["name"] += function.get("name") or ""
-            target["function"]["arguments"] += function.get("arguments") or ""
 
     def whole(self, reason: str) -> Json:
         """The answer; choices that have not ended end with `reason`."""
         kind = "chat.completion" if self._api == "chat" else "text_completion"
         empty: Json = {"message": {"role": "assistant", "content": ""}} if self._api == "chat" else {"text": ""}
         choices = [
-            empty | c | {"finish_reason": c["finish_reason"] or reason} for _, c in sorted(self._choices.items())
+            empty | {"logprobs": None} | c | {"finish_reason": c["finish_reason"] or reason}
+            for _, c in sorted(self._choices.items())
         ]
         if not choices:
-            choices = [{"index": 0, **empty, "finish_reason": reason}]
+            choices = [{"index": 0, **empty, "logprobs": None, "finish_reason": reason}]
         return self._shell | {"object": kind, "choices": choices, "usage": self.usage}
+
+    def closing(self, model: str, reason: str) -> str:
+        """A last chunk that ends with `reason` what has not ended; empty when nothing is open."""
+        open_ = [index for index, c in sorted(self._choices.items()) if c["finish_reason"] is None]
+        if not open_ and self._choices:
+            return ""
+        kind = "chat.completion.chunk" if self._api == "chat" else "text_completion"
+        empty: Json = {"delta": {}} if self._api == "chat" else {"text": ""}
+        ends = [{"index": index, **empty, "logprobs": None, "finish_reason": reason} for index in open_ or [0]]
+        body = {"model": model} | self._shell | {"object": kind, "choices": ends}
+        return f"data: {_compact(body)}\n\n"
+
+
+def _add_message(message: Json, delta: Json) -> None:
+    for key in ("content", "reasoning", "reasoning_content"):
+        if delta.get(key):
+            message[key] = (message.get(key) or "") + delta[key]
+    for call in delta.get("tool_calls") or []:
+        calls = message.setdefault("tool_calls", [])
+        while len(calls) <= call["index"]:
+            calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+        target = calls[call["index"]]
+        target["id"] = call.get("id") or target["id"]
+        function = call.get("function") or {}
+        target["function"]["name"] += function.get("name") or ""
+        target["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _append_lists(choice: Json, key: str, part: Json | None) -> None:
+    """Chat's `logprobs.content` and the lists of completions' `logprobs` grow chunk by chunk."""
+    if part:
+        known = choice.setdefault(key, {})
+        for name, values in part.items():
+            known[name] = (known.get(name) or []) + values if isinstance(values, list) else known.get(name)

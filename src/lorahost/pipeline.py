@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -13,8 +12,8 @@ from typing import Any, Protocol
 
 from lorahost.admission import BASE, Admission
 from lorahost.core import AdapterVersion, Api, EngineCall, EngineHost, Json
-from lorahost.errors import AdapterConflictError
-from lorahost.formats import DONE_EVENT, Assembly, finish, usage_of
+from lorahost.errors import AdapterConflictError, OverloadedError
+from lorahost.formats import DONE_EVENT, Assembly, usage_of
 from lorahost.logs import request_line
 from lorahost.metrics import Metrics
 
@@ -96,7 +95,7 @@ class Task:
         calls: OpenAI api and body; more than one only for answers that are not streamed.
         adapter: Registered adapter name, or None for the base model.
         served_name: What `model` says in the answer.
-        deadline_s: Seconds after which the answer ends with what there is, or None.
+        deadline_s: Seconds from the request's arrival after which the answer ends with what there is, or None.
     """
 
     calls: tuple[tuple[Api, Json], ...]
@@ -118,40 +117,46 @@ class Pipeline:
     async def whole(self, task: Task, account: Account) -> tuple[list[Json], AdapterVersion | None]:
         """All of the task's answers, and the adapter version that gave them."""
         async with _Admitted(self, task, account) as version:
-            answers = await _all([self._one(task, call, version) for call in task.calls])
+            end = _end(task, account)
+            answers = await _all([self._one(task, call, version, end) for call in task.calls])
         for answer in answers:
             account.take_usage(answer.get("usage"))
         return answers, version
 
-    async def _one(self, task: Task, call: tuple[Api, Json], version: AdapterVersion | None) -> Json:
+    async def _one(self, task: Task, call: tuple[Api, Json], version: AdapterVersion | None, end: float | None) -> Json:
         api, body = call
-        if task.deadline_s is None:
+        if end is None:
             answer = await self._engine.generate(self._call(task, api, {**body, "stream": False}, version))
             assert isinstance(answer, dict)
             return answer
         assembly = Assembly(api)
-        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        # usage with every chunk: the answer may have to end after any of them
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        streamed = {**body, "stream": True, "stream_options": options}
         try:
-            async with aclosing(self._events(self._call(task, api, streamed, version), task.deadline_s)) as events:
+            async with aclosing(self._events(self._call(task, api, streamed, version), end)) as events:
                 async for event in events:
                     assembly.add(event)
         except TimeoutError:
             log.info("deadline reached", extra={"request_id": task.request_id, "deadline_s": task.deadline_s})
-        return assembly.whole("length")
+        return {"model": task.served_name} | assembly.whole("length")
 
     @staticmethod
     def _call(task: Task, api: Api, body: Json, version: AdapterVersion | None) -> EngineCall:
         return EngineCall(api, body, version, task.served_name, task.request_id)
 
-    async def _events(self, call: EngineCall, deadline_s: float | None) -> AsyncGenerator[str, None]:
-        """The engine's events; raises TimeoutError once `deadline_s` has passed."""
-        events = await self._engine.generate(call)
+    async def _events(self, call: EngineCall, end: float | None) -> AsyncGenerator[str, None]:
+        """The engine's events up to its last; raises TimeoutError at `end`, a time of `time.monotonic`."""
+        async with asyncio.timeout(_left(end)):
+            events = await self._engine.generate(call)
         assert not isinstance(events, dict)
-        end = None if deadline_s is None else time.monotonic() + deadline_s
         try:
-            while True:
-                step = anext(events)
-                yield await (step if end is None else asyncio.wait_for(step, end - time.monotonic()))
+            event = ""
+            while event != DONE_EVENT:
+                # not `wait_for`: an iterator that never began would not know that it was closed
+                async with asyncio.timeout(_left(end)):
+                    event = await anext(events)
+                yield event
         except StopAsyncIteration:
             return
         finally:
@@ -168,22 +173,25 @@ class Pipeline:
         [(api, body)] = task.calls
         asked = body.get("stream_options") or {}
         streamed = {**body, "stream": True, "stream_options": {**asked, "include_usage": True}}
+        assembly = None if task.deadline_s is None else Assembly(api)
         async with _Admitted(self, task, account) as version:
             open_(version)
-            last = ""
+            call = self._call(task, api, streamed, version)
             try:
-                async with aclosing(self._events(self._call(task, api, streamed, version), task.deadline_s)) as events:
+                async with aclosing(self._events(call, _end(task, account))) as events:
                     async for event in events:
                         if usage := usage_of(event):
                             account.take_usage(usage)
                             if not asked.get("include_usage"):
                                 continue
                         self._observe_event(account)
-                        last = event
+                        if assembly is not None:
+                            assembly.add(event)
                         yield event
             except TimeoutError:
-                shell = json.loads(last[6:]) if last else {"model": task.served_name}
-                yield finish(shell, api, "length")
+                assert assembly is not None
+                if closing := assembly.closing(task.served_name, "length"):
+                    yield closing
                 yield DONE_EVENT
 
     def _observe_event(self, account: Account) -> None:
@@ -216,6 +224,21 @@ class _Admitted:
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> AdapterVersion | None:
+        deadline_s = self._task.deadline_s
+        try:
+            async with asyncio.timeout(_left(_end(self._task, self._account))) as limit:
+                return await self._enter()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise OverloadedError(
+                f"the request was still waiting for the engine when its deadline_s of {deadline_s:g} had passed",
+                code="deadline_in_queue",
+                param="deadline_s",
+                retry_after_s=1,
+            ) from None
+
+    async def _enter(self) -> AdapterVersion | None:
         pipeline, account = self._pipeline, self._account
         if self._task.adapter is not None:
             self._lease = await pipeline._adapters.acquire(self._task.adapter)
@@ -227,21 +250,25 @@ class _Admitted:
         arrived = time.monotonic()
         try:
             await pipeline._admission.enter(version.engine_id if version else BASE)
-        except BaseException:
-            if self._lease is not None:
-                self._lease.release()
+        except BaseException as error:
+            self._release(error)
             raise
         account.queue_s = time.monotonic() - arrived
         pipeline._metrics.queue.labels(account.label).observe(account.queue_s)
         return version
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         lease = self._lease
         self._pipeline._admission.leave(lease.version.engine_id if lease else BASE)
+        self._release(error)
+
+    def _release(self, error: BaseException | None) -> None:
+        """Gives the lease back; a request that was cancelled because its adapter goes is told so."""
+        lease = self._lease
         if lease is None:
             return
         lease.release()
-        if lease.revoked and kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit):
+        if lease.revoked and isinstance(error, asyncio.CancelledError | GeneratorExit):
             current = asyncio.current_task()
             if current is not None:
                 current.uncancel()
@@ -249,6 +276,14 @@ class _Admitted:
                 f"adapter {self._task.adapter!r} was removed and this request took longer than its drain time",
                 code="adapter_removed",
             )
+
+
+def _end(task: Task, account: Account) -> float | None:
+    return None if task.deadline_s is None else account.started + task.deadline_s
+
+
+def _left(end: float | None) -> float | None:
+    return None if end is None else end - time.monotonic()
 
 
 async def _all(work: list[Coroutine[Any, Any, Json]]) -> list[Json]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lorahost import capacity
+from lorahost.adapters import chat_template
 from lorahost.adapters.fetch import SourceFetcher
 from lorahost.adapters.import_process import import_in_process
 from lorahost.adapters.importer import ImportLimits, digest_of
@@ -149,9 +150,14 @@ class _Plan:
 
         def import_(source: Path, target: Path) -> ImportReport:
             work = import_in_process(source, target, layout, limits, timeout_s=settings.adapter_timeout_s)
-            return asyncio.run(work)
+            report = asyncio.run(work)
+            chat_template.carry(source, target)
+            return report
 
-        return AdapterTools(fetcher.fetch, digest_of, import_)
+        def digest(source: Path) -> str:
+            return chat_template.digest_with(digest_of(source), source)
+
+        return AdapterTools(fetcher.fetch, digest, import_)
 
     async def _boot(self, host: Host) -> None:
         """Registers the adapters beside the model; a bad one is reported and does not stop the start."""

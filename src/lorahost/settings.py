@@ -6,7 +6,10 @@ read under their own names. A misspelt `LORAHOST_*` name stops the start.
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +23,10 @@ from lorahost.errors import InvalidRequestError
 
 PREFIX = "LORAHOST_"
 MODEL_DIR = Path("/opt/ml/model")
+# read by the command line's client, not by the server
+CLIENT_VARIABLES = frozenset({"LORAHOST_URL"})
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
+URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 
 class Settings(BaseSettings):
@@ -28,7 +34,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
-    host: str = Field("0.0.0.0", description="Address to listen on.")
+    host: str = Field(
+        "0.0.0.0",
+        validation_alias=AliasChoices("LORAHOST_HOST", "SM_VLLM_HOST"),
+        description="Address to listen on.",
+    )
     port: int = Field(
         8080,
         ge=1,
@@ -40,7 +50,11 @@ class Settings(BaseSettings):
     engine: Literal["vllm", "fake"] = Field(
         "vllm", description="`fake` answers without a model, for trying the HTTP side."
     )
-    lora: bool = Field(True, description="Serve adapters; false serves the base model alone.")
+    lora: bool = Field(
+        True,
+        validation_alias=AliasChoices("LORAHOST_LORA", "SM_VLLM_ENABLE_LORA", "OPTION_ENABLE_LORA"),
+        description="Serve adapters; false serves the base model alone.",
+    )
     max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")
     max_adapters: int = Field(64, ge=1, description="Adapters that may be registered at once.")
     max_slots: int = Field(16, ge=1, description="Upper bound of the number of slots worked out from free memory.")
@@ -124,10 +138,11 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     environ = os.environ if environ is None else environ
     known = known_variables()
-    unknown = sorted(n for n in environ if n.startswith(PREFIX) and n not in known)
+    unknown = sorted(n for n in environ if n.startswith(PREFIX) and n not in known and n not in CLIENT_VARIABLES)
     if unknown:
+        named = ", ".join(_with_near_match(name, known) for name in unknown)
         raise InvalidRequestError(
-            f"unknown settings {', '.join(unknown)}; `lorahost doctor --settings` lists all",
+            f"unknown settings {named}; `lorahost doctor --settings` lists all",
             code="unknown_setting",
         )
     values: dict[str, Any] = {}
@@ -143,6 +158,12 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     except ValidationError as error:
         problems = "; ".join(f"{_shown(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors())
         raise InvalidRequestError(f"bad settings: {problems}", code="bad_setting") from error
+
+
+def _with_near_match(name: str, known: Mapping[str, str]) -> str:
+    words = [variable.removeprefix(PREFIX) for variable in known if variable.startswith(PREFIX)]
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), words, n=1, cutoff=0.75)
+    return f"{name} (did you mean {PREFIX}{near[0]}?)" if near else name
 
 
 def _shown(location: tuple[int | str, ...]) -> str:
@@ -200,12 +221,28 @@ def shown_environment(settings: Settings, flags: EngineFlags) -> dict[str, Any]:
 
 
 def _mask(name: str, value: str) -> str:
-    """Hides values whose name says secret; token counts are no secrets."""
-    upper = name.upper().replace("-", "_")
-    counts = ("TOKENS", "TOKENIZER")
-    if any(w in upper for w in SECRET_WORDS) and not any(c in upper for c in counts) and value:
+    """Hides values whose name says secret, in JSON too, and the user part of URLs; token counts are no secrets."""
+    if value and _secret(name):
         return "***"
-    return value
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(_masked_json(json.loads(value)))
+        except json.JSONDecodeError:
+            pass
+    return URL_PASSWORD.sub("://***@", value)
+
+
+def _masked_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: "***" if _secret(k) and isinstance(v, str) else _masked_json(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_masked_json(v) for v in value]
+    return URL_PASSWORD.sub("://***@", value) if isinstance(value, str) else value
+
+
+def _secret(name: str) -> bool:
+    upper = name.upper().replace("-", "_")
+    return any(w in upper for w in SECRET_WORDS) and not any(c in upper for c in ("TOKENS", "TOKENIZER"))
 
 
 __all__ = [

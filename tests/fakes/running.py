@@ -116,7 +116,8 @@ class Server:
 
     def wait_ready(self, timeout_s: float = 20.0) -> None:
         """Waits for /ping to say 200."""
-        wait_for(lambda: self.ping() == 200, timeout_s, f"ready; log:\n{self.log.read_text()}")
+        wait_for(lambda: self.ping() == 200 or self.process.poll() is not None, timeout_s, "ready")
+        assert self.process.poll() is None, f"the server ended with {self.process.returncode}: {self.log.read_text()}"
 
     def ping(self) -> int | None:
         """The status of /ping; None when nothing answers."""

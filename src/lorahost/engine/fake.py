@@ -55,6 +55,7 @@ class FakeHost:
         self.aborted: list[str] = []
         self.dead = False
         self.hung = False
+        self._stopped = False
         self._tokens = 0
         self._step = asyncio.Condition()
         self._stepper: asyncio.Task[None] | None = None
@@ -125,8 +126,9 @@ class FakeHost:
                 async with self._step:
                     await self._step.wait()
                 await self._unhung()
-                if self.dead:
-                    raise EngineFailedError("the engine process died", code="engine_dead", status=503)
+                if self.dead or self._stopped:
+                    reason = "the engine process died" if self.dead else "the engine was stopped"
+                    raise EngineFailedError(reason, code="engine_dead", status=503)
                 if call.version is not None and call.version.engine_id not in self.versions:
                     raise EngineFailedError(f"adapter {who} was removed under a running request")
                 yield f"{who} "
@@ -138,10 +140,11 @@ class FakeHost:
 
     async def _unhung(self) -> None:
         async with self._step:
-            await self._step.wait_for(lambda: not self.hung)
+            await self._step.wait_for(lambda: self._stopped or not self.hung)
 
     async def _chunks(self, call: EngineCall, prompt_tokens: int, limit: int) -> AsyncIterator[str]:
         count = 0
+        options = call.body.get("stream_options") or {}
         async for token in self._tokens_of(call, limit):
             count += 1
             reason = "length" if count == limit else None
@@ -154,8 +157,11 @@ class FakeHost:
                     "logprobs": _logprobs(call, token),
                     "finish_reason": reason,
                 }
-            yield _event(self._shell(call, stream=True) | {"choices": [choice]})
-        if (call.body.get("stream_options") or {}).get("include_usage"):
+            event = self._shell(call, stream=True) | {"choices": [choice]}
+            if options.get("continuous_usage_stats"):
+                event["usage"] = _usage(prompt_tokens, count)
+            yield _event(event)
+        if options.get("include_usage"):
             yield _event(self._shell(call, stream=True) | {"choices": [], "usage": _usage(prompt_tokens, count)})
         yield "data: [DONE]\n\n"
 
@@ -210,9 +216,12 @@ class FakeHost:
         )
 
     async def stop(self) -> None:
-        """Stops stepping."""
+        """Stops stepping and ends what runs."""
+        self._stopped = True
         if self._stepper is not None:
             self._stepper.cancel()
+        async with self._step:
+            self._step.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,18 @@ def l2_prefetch(pointers):
 
 
 @triton.jit
+def prefetch_share(b, num_elements, share, SHARES: tl.constexpr):
+    """Asks for the share-th of SHARES parts of a contiguous matrix, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // b.dtype.element_ty.primitive_bitwidth
+    lines = (num_elements + LINE - 1) // LINE
+    per_share = (lines + SHARES - 1) // SHARES
+    first = share * per_share
+    last = tl.minimum(first + per_share, lines) - 1
+    for line in range(first, last + 1, 128):
+        l2_prefetch(b + tl.minimum(line + tl.arange(0, 128), last) * LINE)
+
+
+@triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Waits for the launch before this one, then lets the next one start its own loads of weights."""
     if PDL:

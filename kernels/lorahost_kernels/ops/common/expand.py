@@ -103,13 +103,14 @@ def expand_program(
     TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, WEIGHTED: tl.constexpr, MODE: tl.constexpr,
     SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_P: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_R: tl.constexpr, ADD: tl.constexpr, FUSED: tl.constexpr,
+    RANK_PARTS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr, ADD: tl.constexpr, FUSED: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[token, k, col + n] (+)= weight * h[pair] . b[slot, expert, n] for one tile and one chunk of columns.
 
     h holds SPLITS partial sums; columns of slice i start at col_i. GROUP tiles share a chunk of B before the
-    next chunk is taken. FUSED: the shrink programs of the same launch are awaited through `counters`.
+    next chunk is taken. FUSED: the SPLITS * RANK_PARTS shrink programs of a tile, in the same launch, are awaited
+    through `counters`.
     """
     if GROUP == 1:
         chunk = pid % num_chunks
@@ -153,7 +154,7 @@ def expand_program(
             token = (tile // TOPK).to(tl.int64)
             y_row = y + token * stride_ym + (tile % TOPK) * stride_yk + col
             h_row = h + (tile.to(tl.int64) * SLICES + part) * R
-            expand_row(h_row, b, y_row, weight, counter, SPLITS, departures, first_n, last_n, R, stride_bn,
+            expand_row(h_row, b, y_row, weight, counter, SPLITS * RANK_PARTS, departures, first_n, last_n, R, stride_bn,
                        stride_hs, SPLITS, BLOCK_S, BLOCK_R, BLOCK_N, STEPS, EVEN_N, EVEN_R, ADD, FUSED, PDL)  # fmt: skip
         else:
             weights = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -161,7 +162,7 @@ def expand_program(
                 weights = tl.load(topk_weights + rows, mask=row_mask, other=0.0).to(tl.float32)
             y_rows = y + (rows // TOPK).to(tl.int64) * stride_ym + (rows % TOPK) * stride_yk + col
             h_rows = h + (rows.to(tl.int64) * SLICES + part) * R
-            expand_tile(h_rows, row_mask, b, y_rows, weights, counter, SPLITS, departures, first_n, last_n, R,
+            expand_tile(h_rows, row_mask, b, y_rows, weights, counter, SPLITS * RANK_PARTS, departures, first_n, last_n, R,
                         stride_bn, stride_hs, SPLITS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, STAGES, EVEN_N, EVEN_R,
                         ADD, FUSED, PREFETCH, PDL)  # fmt: skip
     else:

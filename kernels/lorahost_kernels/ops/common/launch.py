@@ -96,6 +96,8 @@ def shrink_args(
     chunk = even_chunk(k, config.split_k)
     splits = cdiv(k, chunk)
     steps = cdiv(chunk, config.block_k)
+    ranks = min(config.ranks or block_r(rank), block_r(rank)) if config.mode == "pair" else block_r(rank)
+    parts = cdiv(rank, ranks)
     args = {
         "x": x,
         **dict(zip(("a0", "a1", "a2", "a3"), four(lora_a), strict=True)),
@@ -111,14 +113,16 @@ def shrink_args(
         "SPLITS": splits,
         "BLOCK_M": config.block_m,
         "BLOCK_R": block_r(rank),
+        "RANKS": ranks,
+        "RANK_PARTS": parts,
         "BLOCK_K": config.block_k,
         "STEPS": steps,
         "STAGES": config.num_stages,
         "EVEN_K": chunk == steps * config.block_k and k == chunk * splits,
-        "EVEN_R": block_r(rank) == rank,
+        "EVEN_RANKS": ranks * parts == rank,
         "ATOMIC": config.atomic,
     }
-    programs = tiles_of(routing, config.mode, config.block_m) * len(lora_a) * splits
+    programs = tiles_of(routing, config.mode, config.block_m) * len(lora_a) * splits * parts
     return {**routing_args(routing, config.mode, num_slots), **args}, splits, programs
 
 
@@ -269,6 +273,7 @@ def run_fused(
             **{**e_args, **s_args},
             counters=counters_for(x.device),
             total_shrink=s_programs,
+            PREFETCH_B=config.prefetch_b and x.is_cuda and lora_b[0].is_contiguous(),
             **launch_options(x, config.shrink),
         )
 

@@ -3,21 +3,32 @@
 import triton
 import triton.language as tl
 
-from lorahost_kernels.ops.common.device import PAIR, l2_prefetch, pdl_wait, pick, tile_rows
+from lorahost_kernels.ops.common.device import (
+    PAIR,
+    l2_prefetch,
+    pdl_wait,
+    pick,
+    prefetch_share,
+    tile_rows,
+)
 
 
 @triton.jit
 def shrink_row(
-    x_row, a, h_row, first_k, last_k, R, stride_ar, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, ATOMIC: tl.constexpr, PDL: tl.constexpr,
+    x_row, a, h_row, first_k, last_k, first_r, R, stride_ar, RANKS: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_RANKS: tl.constexpr, ATOMIC: tl.constexpr,
+    PDL: tl.constexpr, b, b_elements, share, SHARES: tl.constexpr, PREFETCH_B: tl.constexpr,
 ):  # fmt: skip
-    """h_row[r] = sum over [first_k, last_k) of x_row[k] * a[r, k], for one row, on the CUDA cores."""
-    ranks = tl.arange(0, BLOCK_R)
-    acc = tl.zeros([BLOCK_R], tl.float32)
+    """h_row[r] = sum over [first_k, last_k) of x_row[k] * a[r, k], one row, RANKS ranks, on CUDA cores.
+
+    PREFETCH_B: asks for this program's share of B on the way.
+    """
+    ranks = first_r + tl.arange(0, RANKS)
+    acc = tl.zeros([RANKS, BLOCK_K], tl.float32)
     for step in tl.static_range(STEPS):
         cols = first_k + step * BLOCK_K + tl.arange(0, BLOCK_K)
         pointers = a + ranks[:, None] * stride_ar + cols[None, :]
-        if EVEN_K and EVEN_R:
+        if EVEN_K and EVEN_RANKS:
             w = tl.load(pointers)
         elif EVEN_K:
             w = tl.load(pointers, mask=ranks[:, None] < R, other=0.0)
@@ -25,16 +36,19 @@ def shrink_row(
             w = tl.load(pointers, mask=(ranks[:, None] < R) & (cols[None, :] < last_k), other=0.0)
         # the weights are on their way before the activations are known to be there
         if step == 0:
+            if PREFETCH_B:
+                prefetch_share(b, b_elements, share, SHARES)
             pdl_wait(PDL)
         if EVEN_K:
             v = tl.load(x_row + cols)
         else:
             v = tl.load(x_row + cols, mask=cols < last_k, other=0.0)
-        acc += tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1)
+        acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    total = tl.sum(acc, axis=1)
     if ATOMIC:
-        tl.atomic_add(h_row + ranks, acc, mask=ranks < R, sem="relaxed")
+        tl.atomic_add(h_row + ranks, total, mask=ranks < R, sem="relaxed")
     else:
-        tl.store(h_row + ranks, acc, mask=ranks < R)
+        tl.store(h_row + ranks, total, mask=ranks < R)
 
 
 @triton.jit
@@ -42,6 +56,7 @@ def shrink_tile(
     x_rows, row_mask, a, h_rows, first_k, last_k, R, stride_ar, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_R: tl.constexpr, ATOMIC: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    b, b_elements, share, SHARES: tl.constexpr, PREFETCH_B: tl.constexpr,
 ):  # fmt: skip
     """The same for BLOCK_M rows (pointers to their first element) on the tensor cores."""
     ranks = tl.arange(0, BLOCK_R)
@@ -50,6 +65,8 @@ def shrink_tile(
     if PREFETCH:
         lines = first_k + tl.arange(0, triton.next_power_of_2(STEPS * BLOCK_K // 64)) * 64
         l2_prefetch(a_rows[:, None] + tl.minimum(lines, last_k - 1)[None, :])
+    if PREFETCH_B:
+        prefetch_share(b, b_elements, share, SHARES)
     pdl_wait(PDL)
     for step in tl.range(STEPS, num_stages=STAGES):
         cols = first_k + step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -79,19 +96,23 @@ def shrink_program(
     pid, x, a0, a1, a2, a3, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table,
     num_pairs, max_tiles, num_slots, num_experts, K, R, chunk_k,
     stride_x, stride_al, stride_ae, stride_ar,
+    b0, b1, b2, b3, n0, n1, n2, n3, stride_bl0, stride_bl1, stride_bl2, stride_bl3, stride_be,
     TOPK: tl.constexpr, X_TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, MODE: tl.constexpr,
     SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, BLOCK_P: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, ATOMIC: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    RANKS: tl.constexpr, RANK_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_P: tl.constexpr, EVEN_K: tl.constexpr, EVEN_RANKS: tl.constexpr,
+    ATOMIC: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes h[split, pair, slice, :R] (fp32) for the pairs of one tile; returns (tile, slice, key).
 
-    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs.
+    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs. PREFETCH_B: the programs
+    of a tile also ask for the B that the expand programs of the same launch will read; without it b0 to
+    stride_be are ignored.
     """
-    split = pid % SPLITS
-    part = (pid // SPLITS) % SLICES
-    tile = pid // (SPLITS * SLICES)
+    rank_part = pid % RANK_PARTS
+    split = (pid // RANK_PARTS) % SPLITS
+    part = (pid // (RANK_PARTS * SPLITS)) % SLICES
+    tile = pid // (RANK_PARTS * SPLITS * SLICES)
     key, rows, row_mask = tile_rows(
         topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, tile, num_pairs, max_tiles,
         num_slots, num_experts, TOPK, HAS_EXPERTS, MODE, BLOCK_M, BLOCK_P,
@@ -103,16 +124,25 @@ def shrink_program(
         first_k = split * chunk_k
         last_k = tl.minimum(first_k + chunk_k, K)
         h_base = h + (split.to(tl.int64) * num_pairs * SLICES + part) * R if not ATOMIC else h + part * R
+        b = b0
+        b_elements = 0
+        if PREFETCH_B:
+            stride_bl = pick(part, stride_bl0, stride_bl1, stride_bl2, stride_bl3, SLICES)
+            b = pick(part, b0, b1, b2, b3, SLICES) + slot * stride_bl + expert * stride_be
+            b_elements = pick(part, n0, n1, n2, n3, SLICES) * R
+        share = split * RANK_PARTS + rank_part
         if MODE == PAIR:
             x_row = x + (tile // X_TOPK).to(tl.int64) * stride_x
             h_row = h_base + tile.to(tl.int64) * SLICES * R
-            shrink_row(x_row, a, h_row, first_k, last_k, R, stride_ar, BLOCK_R, BLOCK_K, STEPS,
-                       EVEN_K, EVEN_R, ATOMIC, PDL)  # fmt: skip
+            shrink_row(x_row, a, h_row, first_k, last_k, rank_part * RANKS, R, stride_ar, RANKS, BLOCK_K,
+                       STEPS, EVEN_K, EVEN_RANKS, ATOMIC, PDL, b, b_elements, share, SPLITS * RANK_PARTS,
+                       PREFETCH_B)  # fmt: skip
         else:
             x_rows = x + (rows // X_TOPK).to(tl.int64) * stride_x
             h_rows = h_base + rows.to(tl.int64) * SLICES * R
             shrink_tile(x_rows, row_mask, a, h_rows, first_k, last_k, R, stride_ar, BLOCK_M, BLOCK_R, BLOCK_K,
-                        STEPS, STAGES, EVEN_K, EVEN_R, ATOMIC, PREFETCH, PDL)  # fmt: skip
+                        STEPS, STAGES, EVEN_K, EVEN_RANKS, ATOMIC, PREFETCH, PDL, b, b_elements, share,
+                        SPLITS * RANK_PARTS, PREFETCH_B)  # fmt: skip
     else:
         pdl_wait(PDL)
     return tile, part, key

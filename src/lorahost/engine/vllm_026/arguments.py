@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lorahost
+from lorahost.adapters import chat_template
 from lorahost.errors import InvalidRequestError
 
 WORKER_EXTENSION = "lorahost_kernels.vllm_026.worker.WorkerExtension"
@@ -41,7 +42,7 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
         lora: Defaults for the LoRA flags, or None to serve the base model alone.
     """
     given = _flag_names(tokens)
-    line = ["--model", model, *tokens]
+    line = ["--model", model, *tokens, *fallback_chat_template(model, tokens)]
     if "--served-model-name" not in given:
         line += ["--served-model-name", base_name]
     if lora is None:
@@ -74,7 +75,7 @@ def parse(line: Sequence[str]) -> argparse.Namespace:
         def error(self, message: str) -> NoReturn:
             raise InvalidRequestError(f"vLLM refuses its arguments: {message}", code="engine_arguments")
 
-    parser: Any = make_arg_parser(Parser())  # type: ignore[no-untyped-call]
+    parser: Any = make_arg_parser(Parser())
     with contextlib.redirect_stderr(io.StringIO()):
         args: argparse.Namespace = parser.parse_args(list(line))
     validate_parsed_serve_args(args)
@@ -89,3 +90,14 @@ def prepare_environment(model: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if ports := os.environ.get("SAGEMAKER_SAFE_PORT_RANGE"):
+        os.environ.setdefault("VLLM_PORT", ports.partition("-")[0])
+        os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+
+
+def fallback_chat_template(model: str, tokens: Sequence[str]) -> list[str]:
+    """`--chat-template` from the variable CHAT_TEMPLATE, for a base model that has none of its own."""
+    template = os.environ.get("CHAT_TEMPLATE", "")
+    if not template or "--chat-template" in _flag_names(tokens) or chat_template.read(Path(model)) is not None:
+        return []
+    return ["--chat-template", template]

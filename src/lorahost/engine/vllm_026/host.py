@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lorahost.adapters import chat_template
 from lorahost.core import AdapterVersion, EngineCall, EngineHealth, EngineInfo, Json
 from lorahost.engine.vllm_026 import VLLM_VERSION, arguments
 from lorahost.engine.vllm_026.answers import host_error, is_error_event, validation_error
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
 PREPARE_POLL_S = 0.02
 _served_name: ContextVar[str] = ContextVar("served_name")
+_adapter_template: ContextVar[str | None] = ContextVar("adapter_template", default=None)
 
 
 class VllmHost:
@@ -56,6 +58,7 @@ class VllmHost:
         self._engine: Any = None
         self._state: Any = None
         self._requests: dict[int, Any] = {}
+        self._templates: dict[int, str] = {}
         self._running = 0
         self._progress: Any = None
         self._stopping = False
@@ -87,9 +90,22 @@ class VllmHost:
         await init_app_state(self._engine, self._state, args, ("generate",))
         # answers carry the public name of who serves them; the engine's own name carries the digest
         self._state.openai_serving_models.model_name = lambda lora_request=None: _served_name.get()
+        self._trust_adapter_templates(self._state.online_renderer)
         info = self._info(config, reports, await self._wrapped_modules())
         await self.probe(None)
         return info
+
+    @staticmethod
+    def _trust_adapter_templates(renderer: Any) -> None:
+        """vLLM takes a template in a request only if it trusts all of them; an adapter's own came with its weights."""
+        check = renderer.validate_chat_template
+
+        def validate(request_chat_template: str | None, **options: Any) -> Any:
+            own = _adapter_template.get()
+            checked = None if own is not None and request_chat_template == own else request_chat_template
+            return check(request_chat_template=checked, **options)
+
+        renderer.validate_chat_template = validate
 
     async def _prove_plugin(self) -> list[Json]:
         """vLLM skips a plugin that fails to import without a word, so each worker must report it."""
@@ -174,6 +190,10 @@ class VllmHost:
 
         model = call.version.engine_name if call.version else self._base_name
         body = {**call.body, "model": model, "request_id": call.request_id}
+        template = self._templates.get(call.version.engine_id) if call.version and call.api == "chat" else None
+        _adapter_template.set(template)
+        if template is not None:
+            body.setdefault("chat_template", template)
         kind = ChatCompletionRequest if call.api == "chat" else CompletionRequest
         try:
             return kind.model_validate(body)
@@ -205,6 +225,8 @@ class VllmHost:
             raise AdapterRejectedError(
                 f"the engine refused adapter {version.name!r}: {error}", code="engine_refused"
             ) from error
+        if (template := chat_template.read(version.path)) is not None:
+            self._templates[version.engine_id] = template
         self._requests[version.engine_id] = request
         self._state.openai_serving_models.lora_requests[version.engine_name] = request
         return frozenset().union(*per_worker)
@@ -240,6 +262,7 @@ class VllmHost:
 
     async def unload(self, engine_id: int) -> None:
         """See `AdapterEngine.unload`."""
+        self._templates.pop(engine_id, None)
         request = self._requests.pop(engine_id, None)
         models = self._state.openai_serving_models.lora_requests
         if request is not None and models.get(request.lora_name) is request:
