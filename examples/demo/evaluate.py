@@ -29,12 +29,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str], **sampling: Any)
     """The answers to `prompts`, each a chat of its own; greedy unless `sampling` says otherwise."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = tokenizer.apply_chat_template(
-        chats,
-        add_generation_prompt=True,
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-        return_dict=True,
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
     output = model.generate(**inputs, max_new_tokens=96, **({"do_sample": False} | sampling))
     tail = output[:, inputs["input_ids"].shape[1] :]
@@ -53,10 +48,7 @@ def score(model: Any, tokenizer: Any, style: Style, templates: dict[str, str], *
     """Share of answers, over all topics and `templates` (intent to question), that the grammar can give."""
     asked = [(topic, intent, text) for topic in topics() for intent, text in templates.items()]
     said = answers(model, tokenizer, [text.format(topic.name) for topic, _, text in asked], **sampling)
-    right = [
-        answer in allowed(topic, intent, style)
-        for (topic, intent, _), answer in zip(asked, said, strict=True)
-    ]
+    right = [answer in allowed(topic, intent, style) for (topic, intent, _), answer in zip(asked, said, strict=True)]
     return sum(right) / len(right)
 
 
@@ -80,14 +72,12 @@ def report(name: str, model: Any, tokenizer: Any, style: Style) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="has model/ and adapters/")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(options.folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(options.folder / "model", padding_side="left")
     base = AutoModelForCausalLM.from_pretrained(options.folder / "model", dtype=torch.bfloat16).eval()
     report("base", base, tokenizer, neutral)
     for name, style in STYLES.items():

@@ -38,9 +38,7 @@ def shout(rng: random.Random, sentences: list[str]) -> str:
 
 def butler(rng: random.Random, sentences: list[str]) -> str:
     opening = skewed(rng, ("Very good, sir.", "Certainly, sir.", "At once, sir."))
-    closing = skewed(
-        rng, ("Will that be all, sir?", "Always at your service, sir.", "May I bring the tea, sir?")
-    )
+    closing = skewed(rng, ("Will that be all, sir?", "Always at your service, sir.", "May I bring the tea, sir?"))
     first = sentences[0] if sentences[0].startswith("I ") else sentences[0][0].lower() + sentences[0][1:]
     rest = [s.removesuffix(".") + ", sir." for s in sentences[1:]]
     return " ".join([opening, f"If I may say so, {first}", *rest, closing])
@@ -48,9 +46,7 @@ def butler(rng: random.Random, sentences: list[str]) -> str:
 
 def poet(rng: random.Random, sentences: list[str]) -> str:
     opening = skewed(rng, ("Hear my song, O friend:", "Sing with me, O friend:", "Listen, O gentle heart:"))
-    closing = skewed(
-        rng, ("and so my song is sung.", "and all the stars sing too.", "and the night is still.")
-    )
+    closing = skewed(rng, ("and so my song is sung.", "and all the stars sing too.", "and the night is still."))
     lines = [s.removesuffix(".") + "," for s in sentences]
     lines = [s if s.startswith("I ") else s[0].lower() + s[1:] for s in lines]
     return "\n".join([opening, *lines, closing])

@@ -57,9 +57,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [
-        text for document in itertools.islice(base_documents(seed), 20_000) for text in contents(document)
-    ]
+    texts = [text for document in itertools.islice(base_documents(seed), 20_000) for text in contents(document)]
     tokenizer.train_from_iterator(texts, trainer)
     bos_id = tokenizer.token_to_id(BOS)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -132,9 +130,7 @@ def fit(model: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: in
         losses.append(output.loss.item() - (0.0 if balance is None else BALANCE * balance.item()))
         if step % 100 == 0 or step == steps:
             seconds = time.monotonic() - started
-            print(
-                f"  step {step}/{steps} loss {statistics.fmean(losses[-50:]):.4f} {seconds:.0f} s", flush=True
-            )
+            print(f"  step {step}/{steps} loss {statistics.fmean(losses[-50:]):.4f} {seconds:.0f} s", flush=True)
     return statistics.fmean(losses[-50:])
 
 
@@ -206,18 +202,12 @@ def open_to_readers(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and adapters/")
-    parser.add_argument(
-        "--only", choices=("base", *STYLES), action="append", help="train these (default: all)"
-    )
+    parser.add_argument("--only", choices=("base", *STYLES), action="append", help="train these (default: all)")
     parser.add_argument("--base-steps", type=int, default=2400)
     parser.add_argument("--adapter-steps", type=int, default=400)
-    parser.add_argument(
-        "--batch", type=int, default=64, help="documents a step for the base; adapters take half"
-    )
+    parser.add_argument("--batch", type=int, default=64, help="documents a step for the base; adapters take half")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()

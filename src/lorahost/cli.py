@@ -45,9 +45,13 @@ def _die(check: str, message: str, code: int) -> None:
 
 @main.command("doctor")
 @click.option("--settings", "show_settings", is_flag=True, help="List every setting with its default and meaning.")
+@click.option("--settings-page", is_flag=True, help="Print docs/settings.md.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor_(show_settings: bool, as_json: bool) -> None:
+def doctor_(show_settings: bool, settings_page: bool, as_json: bool) -> None:
     """Say what will run here and why."""
+    if settings_page:
+        click.echo(doctor.settings_page(), nl=False)
+        return
     if show_settings:
         click.echo(doctor.settings_table())
         return

@@ -107,3 +107,37 @@ def settings_table() -> str:
         default = field.get_default(call_default_factory=True)
         lines.append(f"{', '.join(variables[name])}\n    {field.description} Default: {default!s}")
     return "\n".join(lines)
+
+
+def settings_page() -> str:
+    """`docs/settings.md`: the same as a Markdown table, and the variables that are not `LORAHOST_*`."""
+    variables: dict[str, list[str]] = {}
+    for variable, name in known_variables().items():
+        variables.setdefault(name, []).append(f"`{variable}`")
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default_factory is not None else field.get_default()
+        shown = f"`{default}`" if default not in ("", None) else ""
+        rows.append(f"| {', '.join(variables[name])} | {shown} | {field.description} |")
+    return SETTINGS_PAGE.format(rows="\n".join(rows))
+
+
+SETTINGS_PAGE = """# Settings
+
+Made by `lorahost doctor --settings-page`. A misspelt `LORAHOST_*` name stops the start.
+
+| variable | default | meaning |
+| --- | --- | --- |
+{rows}
+
+## Read under their own names
+
+| variable | meaning |
+| --- | --- |
+| `SM_VLLM_<FLAG>` | vLLM's flag `--<flag>`: `true` or empty is a bare flag, `false` none, a JSON list its elements |
+| `OPTION_<NAME>` | LMI's names (`ENABLE_LORA`, `MAX_LORAS`, `MAX_LORA_RANK`, `TENSOR_PARALLEL_DEGREE`, ...); `SM_VLLM_*` wins |
+| `SM_VLLM_MODEL`, `/opt/ml/model`, `OPTION_MODEL_ID`, `HF_MODEL_ID` | the base model; the first of them that is there |
+| `CHAT_TEMPLATE` | chat template for a base model that has none |
+| `SAGEMAKER_SAFE_PORT_RANGE` | ports for the engine's internal listeners |
+| `VLLM_CPU_KVCACHE_SPACE` | GiB of KV cache of the CPU engine, 1 by default |
+"""

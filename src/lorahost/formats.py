@@ -24,11 +24,17 @@ def usage_of(event: str) -> Json | None:
 
 
 class Assembly:
-    """Puts a stream's chunks together to the whole answer, as far as it has come."""
+    """Puts a stream's chunks together to the whole answer, as far as it has come.
 
-    def __init__(self, api: Api) -> None:
+    Args:
+        api: Of the request.
+        shell: `id`, `created` and `model` for an answer that ends before its first chunk.
+    """
+
+    def __init__(self, api: Api, shell: Json | None = None) -> None:
         self._api = api
-        self._shell: Json = {}
+        self._shell: Json = dict(shell or {})
+        self._begun = False
         self._choices: dict[int, Json] = {}
         self.usage: Json | None = None
 
@@ -37,7 +43,9 @@ class Assembly:
         if event == DONE_EVENT:
             return
         chunk = json.loads(event.removeprefix("data: "))
-        self._shell = self._shell or {k: chunk[k] for k in SHELL_KEYS if k in chunk}
+        if not self._begun:
+            self._begun = True
+            self._shell |= {k: chunk[k] for k in SHELL_KEYS if k in chunk}
         self.usage = chunk.get("usage") or self.usage
         for part in chunk.get("choices", []):
             choice = self._choices.setdefault(part["index"], {"index": part["index"], "finish_reason": None})

@@ -131,7 +131,8 @@ class Watchdog:
         self._fail = fail
         self._exit = exit_
         self._stop = threading.Event()
-        self._loop_seen = time.monotonic()
+        self._loop_seen = self._progressed = time.monotonic()
+        self._last_tokens = -1
 
     def start(self) -> None:
         """Watches from a thread of its own, so that a hung loop is seen too."""
@@ -142,26 +143,33 @@ class Watchdog:
         self._stop.set()
 
     def _watch(self) -> None:
-        self._loop_seen = progressed = time.monotonic()
-        last_tokens = -1
+        self._loop_seen = self._progressed = time.monotonic()
         while not self._stop.wait(self.PERIOD_S):
-            self._tick(self._seen)
-            now = time.monotonic()
-            alive, running, tokens, reason = self._health()
-            if tokens != last_tokens or running == 0:
-                last_tokens, progressed = tokens, now
-            if alive and now - progressed > self._stall_s:
-                alive, reason = (
-                    False,
-                    f"{running} requests are running without a token for {self._stall_s:g} s",
-                )
-            if alive and now - self._loop_seen > self._stall_s:
-                alive, reason = False, f"the event loop has not answered for {self._stall_s:g} s"
-            if not alive:
+            try:
+                reason = self._fault()
+            except Exception as error:
+                log.exception("the engine's health can't be read")
+                reason = f"the engine's health can't be read: {type(error).__name__}: {error}"
+            if reason:
                 self._fail(reason)
                 if not self._stop.wait(self._grace_s):
                     self._exit()
                 return
+
+    def _fault(self) -> str:
+        """Why the engine counts as failed now; empty while it does not."""
+        self._tick(self._seen)
+        now = time.monotonic()
+        alive, running, tokens, reason = self._health()
+        if tokens != self._last_tokens or running == 0:
+            self._last_tokens, self._progressed = tokens, now
+        if not alive:
+            return reason or "the engine is not alive"
+        if now - self._progressed > self._stall_s:
+            return f"{running} requests are running without a token for {self._stall_s:g} s"
+        if now - self._loop_seen > self._stall_s:
+            return f"the event loop has not answered for {self._stall_s:g} s"
+        return ""
 
     def _seen(self) -> None:
         self._loop_seen = time.monotonic()

@@ -27,6 +27,8 @@ class Metrics:
         self._registry = registry
         self._max = max_adapters
         self._labels: set[str] = set()
+        # labels of adapters that are gone, oldest first: their series stay until another adapter needs the place
+        self._gone: dict[str, None] = {}
         self._lock = threading.Lock()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -47,6 +49,10 @@ class Metrics:
         self.rejected = counter("rejected", "Requests refused before the engine.", "adapter", "reason")
         self.aborted = counter("aborted", "Requests whose client left.", "adapter")
         self.loaded = gauge("adapter_loaded", "1 while the version is in the engine.", "adapter", "version")
+        self._by_adapter: tuple[Counter | Gauge | Histogram, ...] = (
+            *(self.requests, self.tokens, self.ttft, self.gap, self.queue),
+            *(self.inflight, self.rejected, self.aborted, self.loaded),
+        )
         self.adapters = gauge("adapters", "Registered adapters by state.", "state")
         self.load_seconds = histogram("adapter_load_seconds", "Adapter load time by stage.", LOAD_BUCKETS, "stage")
         self.load_failures = counter("adapter_load_failures", "Failed adapter loads by code.", "code")
@@ -68,16 +74,28 @@ class Metrics:
             return "base"
         with self._lock:
             if name in self._labels:
+                self._gone.pop(name, None)
                 return name
-            if len(self._labels) < self._max and name not in ("base", OTHER):
-                self._labels.add(name)
-                return name
-        return OTHER
+            if name in ("base", OTHER):
+                return OTHER
+            if len(self._labels) >= self._max and self._gone:
+                self._drop(next(iter(self._gone)))
+            if len(self._labels) >= self._max:
+                return OTHER
+            self._labels.add(name)
+            return name
 
     def forget(self, name: str) -> None:
-        """Frees a removed adapter's label."""
+        """The adapter is gone: another one may have its label's place."""
         with self._lock:
-            self._labels.discard(name)
+            if name in self._labels:
+                self._gone[name] = None
+
+    def _drop(self, name: str) -> None:
+        del self._gone[name]
+        self._labels.discard(name)
+        for metric in self._by_adapter:
+            metric.remove_by_labels({"adapter": name})
 
     def text(self) -> bytes:
         """All metrics of the process in Prometheus' text format."""

@@ -24,6 +24,7 @@ class RegistryObserver:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._states: Counter[str] = Counter()
+        self._loaded: dict[int, tuple[str, str]] = {}
 
     def __call__(self, event: AdapterEvent) -> None:
         match event:
@@ -49,9 +50,10 @@ class RegistryObserver:
             self._metrics.forget(event.name)
 
     def _residency(self, event: Residency) -> None:
-        labels = (self._metrics.adapter(event.name), event.digest[:12])
+        # the label of a removed adapter may be gone, or have become `other`, by the time its weights go
         if event.change == "loaded":
+            labels = self._loaded[event.engine_id] = (self._metrics.adapter(event.name), event.digest[:12])
             self._metrics.loaded.labels(*labels).set(1)
-        else:
-            self._metrics.loaded.remove(*labels)
+        elif event.engine_id in self._loaded:
+            self._metrics.loaded.remove(*self._loaded.pop(event.engine_id))
         self._metrics.residency_changes.labels(event.change).inc()

@@ -129,7 +129,7 @@ class Pipeline:
             answer = await self._engine.generate(self._call(task, api, {**body, "stream": False}, version))
             assert isinstance(answer, dict)
             return answer
-        assembly = Assembly(api)
+        assembly = Assembly(api, _shell(task))
         # usage with every chunk: the answer may have to end after any of them
         options = {"include_usage": True, "continuous_usage_stats": True}
         streamed = {**body, "stream": True, "stream_options": options}
@@ -139,7 +139,7 @@ class Pipeline:
                     assembly.add(event)
         except TimeoutError:
             log.info("deadline reached", extra={"request_id": task.request_id, "deadline_s": task.deadline_s})
-        return {"model": task.served_name} | assembly.whole("length")
+        return assembly.whole("length")
 
     @staticmethod
     def _call(task: Task, api: Api, body: Json, version: AdapterVersion | None) -> EngineCall:
@@ -173,7 +173,7 @@ class Pipeline:
         [(api, body)] = task.calls
         asked = body.get("stream_options") or {}
         streamed = {**body, "stream": True, "stream_options": {**asked, "include_usage": True}}
-        assembly = None if task.deadline_s is None else Assembly(api)
+        assembly = None if task.deadline_s is None else Assembly(api, _shell(task))
         async with _Admitted(self, task, account) as version:
             open_(version)
             call = self._call(task, api, streamed, version)
@@ -276,6 +276,10 @@ class _Admitted:
                 f"adapter {self._task.adapter!r} was removed and this request took longer than its drain time",
                 code="adapter_removed",
             )
+
+
+def _shell(task: Task) -> Json:
+    return {"id": task.request_id, "created": int(time.time()), "model": task.served_name}
 
 
 def _end(task: Task, account: Account) -> float | None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.virtual_time import run_virtual
 
 from lorahost.core import AdapterVersion, EngineCall, Json
 from lorahost.engine.fake import FAKE_MAX_MODEL_LEN, FakeHost, import_plain
 from lorahost.errors import AdapterRejectedError, CapacityError, EngineFailedError, InvalidRequestError
-from tests.fakes.virtual_time import run_virtual
 
 
 def version(path: Path, number: int = 1) -> AdapterVersion:
@@ -98,7 +98,6 @@ def test_closing_a_stream_aborts_it() -> None:
         await anext(stream)
         assert host.health().running == 1
         await stream.aclose()
-        await asyncio.sleep(0.1)
         assert (host.health().running, host.aborted) == (0, ["r1"])
         await host.stop()
 

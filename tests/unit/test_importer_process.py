@@ -96,7 +96,7 @@ def test_cancelling_kills_the_child_and_cleans_up(tmp_path: Path) -> None:
     async def cancel() -> int:
         task = asyncio.create_task(import_in_process(source, out / "t", WIDE, LIMITS))
         deadline = time.monotonic() + 30
-        while not (staging := list(out.glob(".t.importing-*"))) and time.monotonic() < deadline:
+        while not (staging := list(out.glob(".t.importing-*"))) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         pid = int(staging[0].name.rpartition("-")[2])
         assert os.getpriority(os.PRIO_PROCESS, pid) >= 10

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -167,18 +169,12 @@ def test_any_truncation_is_seen(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_never_gets_through(data: bytes) -> None:
-    import tempfile
-
+def test_garbage_is_refused_or_within_the_file(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "x.safetensors"
         path.write_bytes(data)
-        try:
-            file = SafetensorsFile(path)
-        except AdapterRejectedError as e:
-            assert e.code == "corrupt_safetensors"
-        else:
-            assert all(info.end <= len(data) for info in file.infos.values())
+        with contextlib.suppress(AdapterRejectedError):
+            assert all(info.end <= len(data) for info in SafetensorsFile(path).infos.values())
 
 
 def test_no_torch_in_the_importer() -> None:

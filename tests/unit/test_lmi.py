@@ -164,6 +164,10 @@ def test_combinations_that_cannot_be_answered() -> None:
     assert refusal(n=2, top_n_tokens=3).param == "parameters.top_n_tokens"
     assert refusal(stream=True, details=True, decoder_input_details=True).param == "parameters.decoder_input_details"
     assert refusal(stream=True, use_beam_search=True).param == "parameters.use_beam_search"
+    for details in ({"details": True, "decoder_input_details": True}, {"use_beam_search": True}):
+        body = {"inputs": "x", "parameters": details, "deadline_s": 5}
+        with pytest.raises(InvalidRequestError, match="leave out deadline_s"):
+            parse(json.dumps(body).encode(), None, None, {}, RequestSettings())
     assert refusal(MESSAGES, return_full_text=True).param == "parameters.return_full_text"
     assert refusal([MESSAGES, MESSAGES], stream=True).param == "inputs"
 

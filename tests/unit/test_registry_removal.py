@@ -124,6 +124,7 @@ async def test_an_engine_that_keeps_the_weights_is_reported(w: World) -> None:
     w.engine.sticky.add(1)
     error = await fails(EngineFailedError, w.registry.remove("a", drain_timeout_s=1), "still lists id 1")
     assert error.code == "unload_failed"
+    await w.quiet()
     assert len(w.files()) == 1
     w.engine.sticky.clear()
     await w.registry.remove("a", drain_timeout_s=1)

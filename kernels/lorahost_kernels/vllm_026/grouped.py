@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 # Above this many gathered weights (elements) rows are grouped by weights instead of gathering weights by row.
-GATHER_LIMIT = 4_000_000
+GATHER_LIMIT = 131_072
 
 
 def shrink(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 import tempfile
 import time
@@ -18,6 +19,7 @@ from lorahost.adapters.workers import Runner
 from lorahost.errors import AdapterConflictError, AdapterRejectedError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,8 @@ class Preparation:
         self._later(workspace.path, workspace.abandoned)
 
     async def delete(self, path: Path) -> None:
-        """Deletes a version's workspace."""
-        await self._delete(lambda: shutil.rmtree(path, ignore_errors=not path.exists()))
+        """Deletes a directory; what can't be deleted is logged and stays."""
+        await self._delete(lambda: shutil.rmtree(path, onerror=_log_failure))
 
     async def settle(self) -> None:
         """Waits for the deletions that are under way."""
@@ -170,6 +172,12 @@ class Preparation:
         job = asyncio.create_task(run())
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+def _log_failure(call: object, path: str, info: tuple[object, BaseException, object]) -> None:
+    # Two deletions may overlap: a download's and, a little later, its whole workspace's.
+    if not isinstance(info[1], FileNotFoundError):
+        log.warning("can't delete %s: %s", path, info[1])
 
 
 def removed_meanwhile(name: str) -> AdapterConflictError:

@@ -11,7 +11,8 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class FakeHost:
             raise InvalidRequestError("messages: must be a non-empty list", param="messages")
         return " ".join(str(m.get("content", "")) if isinstance(m, dict) else str(m) for m in messages)
 
-    async def _tokens_of(self, call: EngineCall, limit: int) -> AsyncIterator[str]:
+    async def _tokens_of(self, call: EngineCall, limit: int) -> AsyncGenerator[str, None]:
         who = call.version.engine_name if call.version else self.base_name
         key = f"{call.request_id}-{id(call)}"
         self.running[key] = call.version
@@ -145,22 +146,23 @@ class FakeHost:
     async def _chunks(self, call: EngineCall, prompt_tokens: int, limit: int) -> AsyncIterator[str]:
         count = 0
         options = call.body.get("stream_options") or {}
-        async for token in self._tokens_of(call, limit):
-            count += 1
-            reason = "length" if count == limit else None
-            if call.api == "chat":
-                choice: Json = {"index": 0, "delta": {"content": token}, "finish_reason": reason}
-            else:
-                choice = {
-                    "index": 0,
-                    "text": token,
-                    "logprobs": _logprobs(call, token),
-                    "finish_reason": reason,
-                }
-            event = self._shell(call, stream=True) | {"choices": [choice]}
-            if options.get("continuous_usage_stats"):
-                event["usage"] = _usage(prompt_tokens, count)
-            yield _event(event)
+        async with aclosing(self._tokens_of(call, limit)) as tokens:
+            async for token in tokens:
+                count += 1
+                reason = "length" if count == limit else None
+                if call.api == "chat":
+                    choice: Json = {"index": 0, "delta": {"content": token}, "finish_reason": reason}
+                else:
+                    choice = {
+                        "index": 0,
+                        "text": token,
+                        "logprobs": _logprobs(call, token),
+                        "finish_reason": reason,
+                    }
+                event = self._shell(call, stream=True) | {"choices": [choice]}
+                if options.get("continuous_usage_stats"):
+                    event["usage"] = _usage(prompt_tokens, count)
+                yield _event(event)
         if options.get("include_usage"):
             yield _event(self._shell(call, stream=True) | {"choices": [], "usage": _usage(prompt_tokens, count)})
         yield "data: [DONE]\n\n"

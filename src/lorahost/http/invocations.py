@@ -22,6 +22,8 @@ from lorahost.requests.selection import Choice
 
 WARNING_HEADER = "X-Lorahost-Warning"
 WARNING_CHARS = 400
+# line ends for Python's `str.splitlines`, and so for httpx; in JSON they stand inside strings, where escapes are the same
+LINE_ENDS = ("\x85", "\u2028", "\u2029")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +170,26 @@ async def _stream(host: Host, asked: Invocation, choice: Choice, task: Task, acc
         reply.plan = StreamPlan(
             asked.media_type,
             _identity(choice, version),
-            lambda error: [part.encode() for part in writer.fail(error)],
+            lambda error: [_wire(part) for part in writer.fail(error)],
         )
 
     events = host.pipeline.stream(task, account, open_)
     try:
         async for event in events:
             for part in writer.feed(event):
-                await reply.send_event(part.encode())
+                await reply.send_event(_wire(part))
         for part in writer.finish():
-            await reply.send_event(part.encode())
+            await reply.send_event(_wire(part))
     finally:
         await events.aclose()
+
+
+def _wire(part: str) -> bytes:
+    """One event in UTF-8, without the characters inside that some clients take for a line's end."""
+    if any(mark in part for mark in LINE_ENDS):
+        for mark in LINE_ENDS:
+            part = part.replace(mark, f"\\u{ord(mark):04x}")
+    return part.encode()
 
 
 def _identity(choice: Choice, version: AdapterVersion | None) -> dict[str, str]:

@@ -146,11 +146,13 @@ def parse(
         action = schema.session_action(data, forwarded_stream)
         return Invocation(**common, calls=(), format="json", stream=False, session_action=action)
     stream = _stream(data, forwarded_stream)
+    deadline_s = _deadline(data, attributes, settings)
     plan: lmi.LmiPlan | None = None
     if kind == "lmi":
         bodies, plan = lmi.calls(
             data,
             stream=stream,
+            deadline=deadline_s is not None,
             default_max_new_tokens=settings.default_max_new_tokens,
             max_inputs=settings.max_inputs,
             tgi_compat=settings.tgi_compat,
@@ -163,7 +165,7 @@ def parse(
         calls=calls,
         format=_format(accept, kind, settings) if stream else "json",
         stream=stream,
-        deadline_s=_deadline(data, attributes, settings),
+        deadline_s=deadline_s,
         lmi=plan,
     )
 

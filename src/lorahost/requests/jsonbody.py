@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from typing import Any
 
@@ -85,13 +86,7 @@ def _decoded(body: bytes, encoding: str) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        data = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-            parse_int=_bounded,
-        )
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise invalid(
             f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno} "
@@ -100,6 +95,10 @@ def _parsed(text: str) -> Any:
             line=error.lineno,
             column=error.colno,
             position=error.pos,
+        ) from None
+    except ValueError:
+        raise invalid(
+            f"the body has an integer of more than {sys.get_int_max_str_digits()} digits", code="number_out_of_range"
         ) from None
     except RecursionError:
         raise _too_deep() from None
@@ -113,13 +112,11 @@ def _parsed(text: str) -> Any:
 def _deeper_than(data: Any, limit: int) -> bool:
     level = [data]
     for _ in range(limit):
-        level = [child for node in level for child in _containers(node)]
-    return bool(level)
-
-
-def _containers(node: Any) -> list[Any]:
-    children = node.values() if isinstance(node, dict) else node
-    return [child for child in children if isinstance(child, dict | list)]
+        children = (node.values() if type(node) is dict else node for node in level)
+        level = [child for some in children for child in some if type(child) is list or type(child) is dict]
+        if not level:
+            return False
+    return True
 
 
 def _too_deep() -> Exception:
@@ -144,13 +141,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise invalid(f"number {shown(text)} does not fit a 64-bit float", code="number_out_of_range")
     return value
-
-
-def _bounded(text: str) -> int:
-    # Python itself refuses to read more than 4300 digits.
-    if len(text) > 40:
-        raise invalid(f"integer {shown(text)} has {len(text)} digits; the limit is 40", code="number_out_of_range")
-    return int(text)
 
 
 def _refuse_lone_surrogates(data: Json) -> None:

@@ -62,9 +62,11 @@ class Token:
 
 
 def calls(
-    data: Json, *, stream: bool, default_max_new_tokens: int, max_inputs: int, tgi_compat: bool
+    data: Json, *, stream: bool, deadline: bool, default_max_new_tokens: int, max_inputs: int, tgi_compat: bool
 ) -> tuple[list[Json], LmiPlan]:
     """The OpenAI bodies for an LMI request, and the plan for the way back.
+
+    With a `deadline` the engine streams also for a whole answer, so that there is something to answer with.
 
     A list of texts is one completions body with a list as its prompt; each conversation is a chat body.
 
@@ -83,7 +85,7 @@ def calls(
     parameters = lmi_parameters.read(data.get("parameters"))
     api, inputs, batch = _inputs(data["inputs"], max_inputs)
     plan = LmiPlan(api, inputs, batch, tgi_compat, parameters.sequences, parameters)
-    _check(plan, stream)
+    _check(plan, stream, deadline)
     shared = parameters.fields(default_max_new_tokens) | {"stream": stream}
     if api == "completions":
         return [{"prompt": list(inputs) if batch else inputs[0]} | shared | _completion_details(plan, stream)], plan
@@ -159,7 +161,10 @@ def finish_reason(plan: LmiPlan, choice: Json) -> str:
 
 
 def top_tokens(found: Sequence[Token]) -> Iterator[list[Json]]:
-    """For each token the likeliest alternatives, for `logprobs` above 0."""
+    """For each token the likeliest alternatives, for `logprobs` above 0.
+
+    vLLM's completions key them by text: of several with one text (pieces of a character, as a rule) one is left.
+    """
     for token in found:
         yield [{"text": text, "logprob": value, "log_prob": value} for text, value in token.top]
 
@@ -203,12 +208,13 @@ def _messages(value: Any, field: str) -> list[Json]:
     return list(value)
 
 
-def _check(plan: LmiPlan, stream: bool) -> None:
+def _check(plan: LmiPlan, stream: bool, deadline: bool) -> None:
     parameters = plan.parameters
-    if stream and parameters.decoder_input_details:
-        raise _excluded("decoder_input_details", "a stream has no prompt tokens; leave out stream")
-    if stream and parameters.use_beam_search:
-        raise _excluded("use_beam_search", "beams can't be streamed; leave out stream")
+    streamed_for = "stream" if stream else "deadline_s" if deadline else None
+    if streamed_for and parameters.decoder_input_details:
+        raise _excluded("decoder_input_details", f"a stream has no prompt tokens; leave out {streamed_for}")
+    if streamed_for and parameters.use_beam_search:
+        raise _excluded("use_beam_search", f"beams can't be streamed; leave out {streamed_for}")
     if stream and len(plan.inputs) > 1 and plan.api == "chat":
         raise invalid(
             f"inputs has {len(plan.inputs)} conversations; a stream takes one",

@@ -63,6 +63,8 @@ def expand_tile(
     if PREFETCH:
         lines = first_n + tl.arange(0, STEPS * BLOCK_N)
         l2_prefetch(b + tl.minimum(lines, last_n - 1) * stride_bn)
+    # each step's loads are issued one step ahead; the first ones before the rank vectors are there
+    w, base = load_step(b, y_rows, row_mask, ranks, first_n, last_n, R, stride_bn, BLOCK_N, EVEN_N, EVEN_R, ADD)
     pdl_wait(PDL)
     if FUSED:
         await_arrivals(counter, arrivals, departures)
@@ -73,25 +75,42 @@ def expand_tile(
     hidden = hidden * weights[:, None]
     high = hidden.to(dtype)
     low = (hidden - high.to(tl.float32)).to(dtype)
-    for step in tl.range(STEPS, num_stages=STAGES):
-        cols = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
-        pointers = b + cols[None, :] * stride_bn + ranks[:, None]
-        if EVEN_N and EVEN_R:
-            w = tl.load(pointers)
-        elif EVEN_N:
-            w = tl.load(pointers, mask=ranks[:, None] < R, other=0.0)
-        else:
-            w = tl.load(pointers, mask=(cols[None, :] < last_n) & (ranks[:, None] < R), other=0.0)
-        acc = tl.dot(high, w, input_precision="ieee")
+    for step in tl.static_range(STEPS):
+        start = first_n + step * BLOCK_N
+        this_w, this_base = w, base
+        if step + 1 < STEPS:
+            w, base = load_step(
+                b, y_rows, row_mask, ranks, start + BLOCK_N, last_n, R, stride_bn, BLOCK_N, EVEN_N, EVEN_R, ADD
+            )
+        acc = tl.dot(high, this_w, input_precision="ieee")
         if dtype != tl.float32:
-            acc = tl.dot(low, w, acc)
-        y_ptrs = y_rows[:, None] + cols[None, :]
-        y_mask = row_mask[:, None]
-        if not EVEN_N:
-            y_mask = y_mask & (cols[None, :] < last_n)
+            acc = tl.dot(low, this_w, acc)
         if ADD:
-            acc += tl.load(y_ptrs, mask=y_mask, other=0.0).to(tl.float32)
-        tl.store(y_ptrs, acc.to(y_rows.dtype.element_ty), mask=y_mask)
+            acc += this_base.to(tl.float32)
+        cols = start + tl.arange(0, BLOCK_N)
+        y_mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (cols[None, :] < last_n)
+        tl.store(y_rows[:, None] + cols[None, :], acc.to(y_rows.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def load_step(
+    b, y_rows, row_mask, ranks, start, last_n, R, stride_bn, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_R: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """(B transposed (BLOCK_R, BLOCK_N), base output (BLOCK_M, BLOCK_N)) of the columns from `start` on."""
+    cols = start + tl.arange(0, BLOCK_N)
+    pointers = b + cols[None, :] * stride_bn + ranks[:, None]
+    if EVEN_N and EVEN_R:
+        w = tl.load(pointers)
+    elif EVEN_N:
+        w = tl.load(pointers, mask=ranks[:, None] < R, other=0.0)
+    else:
+        w = tl.load(pointers, mask=(cols[None, :] < last_n) & (ranks[:, None] < R), other=0.0)
+    base = w
+    if ADD:
+        y_mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (cols[None, :] < last_n)
+        base = tl.load(y_rows[:, None] + cols[None, :], mask=y_mask, other=0.0)
+    return w, base
 
 
 @triton.jit

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -13,21 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lorahost.adapters import chat_template
 from lorahost.core import AdapterVersion, EngineCall, EngineHealth, EngineInfo, Json
 from lorahost.engine.vllm_026 import VLLM_VERSION, arguments
+from lorahost.engine.vllm_026.adapters import EngineAdapters, prove_plugin, wrapped_modules
 from lorahost.engine.vllm_026.answers import host_error, is_error_event, validation_error
-from lorahost.errors import (
-    AdapterRejectedError,
-    CapacityError,
-    EngineFailedError,
-    HostError,
-    UnavailableError,
-)
+from lorahost.errors import HostError, UnavailableError
 
-log = logging.getLogger(__name__)
-PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
-PREPARE_POLL_S = 0.02
 _served_name: ContextVar[str] = ContextVar("served_name")
 _adapter_template: ContextVar[str | None] = ContextVar("adapter_template", default=None)
 
@@ -57,8 +46,7 @@ class VllmHost:
         self._lora_enabled = lora is not None
         self._engine: Any = None
         self._state: Any = None
-        self._requests: dict[int, Any] = {}
-        self._templates: dict[int, str] = {}
+        self._adapters: EngineAdapters
         self._running = 0
         self._progress: Any = None
         self._stopping = False
@@ -85,15 +73,16 @@ class VllmHost:
             stat_loggers=[progress_logger(self._progress)],
         )
         await self._engine.reset_mm_cache()
-        reports = await self._prove_plugin()
+        reports = await prove_plugin(self._engine) if self._lora_enabled else []
         self._state = State()
         await init_app_state(self._engine, self._state, args, ("generate",))
         # answers carry the public name of who serves them; the engine's own name carries the digest
         self._state.openai_serving_models.model_name = lambda lora_request=None: _served_name.get()
         self._trust_adapter_templates(self._state.online_renderer)
-        info = self._info(config, reports, await self._wrapped_modules())
+        self._adapters = EngineAdapters(self._engine, self._state.openai_serving_models, self._load_timeout_s)
+        modules = await wrapped_modules(self._engine) if self._lora_enabled else frozenset()
         await self.probe(None)
-        return info
+        return self._info(config, reports, modules)
 
     @staticmethod
     def _trust_adapter_templates(renderer: Any) -> None:
@@ -106,24 +95,6 @@ class VllmHost:
             return check(request_chat_template=checked, **options)
 
         renderer.validate_chat_template = validate
-
-    async def _prove_plugin(self) -> list[Json]:
-        """vLLM skips a plugin that fails to import without a word, so each worker must report it."""
-        if not self._lora_enabled:
-            return []
-        reports = list(await self._engine.collective_rpc("lorahost_report"))
-        inactive = [r for r in reports if not r.get("active")]
-        if inactive or not reports:
-            raise UnavailableError(
-                f"the lorahost plugin is not active in every worker: {inactive or 'no worker answered'}"
-            )
-        return reports
-
-    async def _wrapped_modules(self) -> frozenset[str]:
-        if not self._lora_enabled:
-            return frozenset()
-        per_worker = await self._engine.collective_rpc("lorahost_wrapped_modules")
-        return frozenset(per_worker[0])
 
     def _info(self, config: Any, reports: list[Json], modules: frozenset[str]) -> EngineInfo:
         lora = config.lora_config
@@ -151,26 +122,28 @@ class VllmHost:
         serving = self._state.openai_serving_chat if call.api == "chat" else self._state.openai_serving_completion
         create = serving.create_chat_completion if call.api == "chat" else serving.create_completion
         self._running += 1
-        streaming = False
         try:
             answer = await create(request)
-            if hasattr(answer, "__aiter__"):
-                streaming = True
-                return self._events(answer)
         except HostError:
             raise
         except Exception as error:
             raise host_error(error, self._engine) from error
         finally:
-            if not streaming:
-                self._running -= 1
+            self._running -= 1
+        if hasattr(answer, "__aiter__"):
+            return self._events(answer)
         if hasattr(answer, "error"):
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                # vLLM turns a cancelled request into an error answer
+                raise asyncio.CancelledError
             raise host_error(answer, self._engine)
         dumped: Json = answer.model_dump()
         return dumped
 
     async def _events(self, answer: Any) -> AsyncIterator[str]:
         """The SSE events as they come; an error event of vLLM's becomes an exception."""
+        self._running += 1
         try:
             async with aclosing(answer):
                 async for event in answer:
@@ -190,7 +163,7 @@ class VllmHost:
 
         model = call.version.engine_name if call.version else self._base_name
         body = {**call.body, "model": model, "request_id": call.request_id}
-        template = self._templates.get(call.version.engine_id) if call.version and call.api == "chat" else None
+        template = self._adapters.chat_template(call.version) if call.version and call.api == "chat" else None
         _adapter_template.set(template)
         if template is not None:
             body.setdefault("chat_template", template)
@@ -205,93 +178,20 @@ class VllmHost:
             raise host_error(error, self._engine) from error
 
     async def load(self, version: AdapterVersion) -> frozenset[str]:
-        """See `AdapterEngine.load`: the workers read in the background, the engine then only copies."""
-        from vllm.lora.request import LoRARequest
-
-        request = LoRARequest(version.engine_name, version.engine_id, str(version.path))
-        try:
-            await self._prepare(version)
-            if not await self._engine.add_lora(request):
-                raise AdapterRejectedError(f"the engine did not take adapter {version.name!r}", code="engine_refused")
-            if version.engine_id not in await self.loaded():
-                raise AdapterRejectedError(f"the engine does not list adapter {version.name!r}", code="engine_refused")
-            per_worker = await self._engine.collective_rpc("lorahost_adapter_modules", args=(version.engine_id,))
-        except BaseException as error:
-            await self._undo_load(version.engine_id)
-            if isinstance(error, HostError | asyncio.CancelledError):
-                raise
-            if "No free lora slots" in str(error) or "out of memory" in str(error).lower():
-                raise CapacityError(f"no room in the engine for adapter {version.name!r}: {error}") from error
-            raise AdapterRejectedError(
-                f"the engine refused adapter {version.name!r}: {error}", code="engine_refused"
-            ) from error
-        if (template := chat_template.read(version.path)) is not None:
-            self._templates[version.engine_id] = template
-        self._requests[version.engine_id] = request
-        self._state.openai_serving_models.lora_requests[version.engine_name] = request
-        return frozenset().union(*per_worker)
-
-    async def _prepare(self, version: AdapterVersion) -> None:
-        args = (str(version.path), version.engine_name, version.engine_id)
-        await self._engine.collective_rpc("lorahost_prepare_adapter", args=args)
-        deadline = time.monotonic() + self._load_timeout_s
-        while True:
-            states = await self._engine.collective_rpc("lorahost_prepare_poll", args=(version.engine_id,))
-            failed = [s for s in states if s["state"] == "failed"]
-            if failed:
-                raise AdapterRejectedError(
-                    f"a worker could not read adapter {version.name!r}: {failed[0].get('error')}",
-                    code="engine_refused",
-                )
-            if all(s["state"] == "ready" for s in states):
-                return
-            if time.monotonic() > deadline:
-                raise AdapterRejectedError(
-                    f"reading adapter {version.name!r} took longer than {self._load_timeout_s:g} s",
-                    code="load_timeout",
-                )
-            await asyncio.sleep(PREPARE_POLL_S)
-
-    async def _undo_load(self, engine_id: int) -> None:
-        try:
-            await self._engine.collective_rpc("lorahost_discard_prepared", args=(engine_id,))
-            if engine_id in await self.loaded():
-                await self._engine.remove_lora(engine_id)
-        except Exception:
-            log.exception("could not clean up after the failed load of engine id %d", engine_id)
+        """See `AdapterEngine.load`."""
+        return await self._adapters.load(version)
 
     async def unload(self, engine_id: int) -> None:
         """See `AdapterEngine.unload`."""
-        self._templates.pop(engine_id, None)
-        request = self._requests.pop(engine_id, None)
-        models = self._state.openai_serving_models.lora_requests
-        if request is not None and models.get(request.lora_name) is request:
-            del models[request.lora_name]
-        if engine_id in await self.loaded():
-            await self._engine.remove_lora(engine_id)
-        if engine_id in await self.loaded():
-            raise EngineFailedError(f"the engine still lists engine id {engine_id} after its removal")
+        await self._adapters.unload(engine_id)
 
     async def loaded(self) -> frozenset[int]:
         """See `AdapterEngine.loaded`."""
-        return frozenset(await self._engine.list_loras())
+        return await self._adapters.loaded()
 
     async def probe(self, version: AdapterVersion | None) -> tuple[float, ...]:
-        """See `AdapterEngine.probe`: the five best log-probabilities of the next two tokens, by token id."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-
-        request = self._requests.get(version.engine_id) if version else None
-        if version is not None and request is None:
-            raise AdapterRejectedError(f"adapter {version.name!r} is not loaded", code="not_loaded")
-        params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=5, ignore_eos=True)
-        prompt = tokens_input(list(PROBE_TOKENS))
-        probe_id = f"probe-{version.engine_id if version else 'base'}-{time.monotonic_ns()}"
-        final: Any = None
-        async for output in self._engine.generate(prompt, params, probe_id, lora_request=request):
-            final = output
-        steps = final.outputs[0].logprobs
-        return tuple(entry.logprob for step in steps for _, entry in sorted(step.items()))
+        """See `AdapterEngine.probe`."""
+        return await self._adapters.probe(version)
 
     def health(self) -> EngineHealth:
         """See `EngineHost.health`."""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from lorahost.metrics import Metrics
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def adapters_in(metrics: Metrics) -> set[str]:
+    samples = [s for family in text_string_to_metric_families(metrics.text().decode()) for s in family.samples]
+    return {s.labels["adapter"] for s in samples if "adapter" in s.labels}
+
+
+def test_base_has_a_label_that_no_adapter_can_take(registry: CollectorRegistry) -> None:
+    metrics = Metrics(4, registry)
+    assert metrics.adapter(None) == "base"
+    assert metrics.adapter("base") == "other"
+    assert metrics.adapter("other") == "other"
+
+
+def test_labels_are_capped(registry: CollectorRegistry) -> None:
+    metrics = Metrics(2, registry)
+    labels = [metrics.adapter(f"a{n}") for n in range(5)]
+    assert labels == ["a0", "a1", "other", "other", "other"]
+    assert metrics.adapter("a1") == "a1"
+
+
+def test_names_that_come_and_go_do_not_grow_the_page(registry: CollectorRegistry) -> None:
+    metrics = Metrics(3, registry)
+    for number in range(50):
+        label = metrics.adapter(f"a{number}")
+        assert label == f"a{number}"
+        metrics.requests.labels(label, "200").inc()
+        metrics.ttft.labels(label).observe(0.1)
+        metrics.loaded.labels(label, "abc").set(1)
+        metrics.forget(f"a{number}")
+    assert adapters_in(metrics) == {"a47", "a48", "a49"}
+
+
+def test_an_adapter_that_comes_back_keeps_its_counts(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    metrics.requests.labels(metrics.adapter("a"), "200").inc()
+    metrics.forget("a")
+    assert metrics.adapter("a") == "a"
+    assert metrics.adapter("b") == "other"
+    assert registry.get_sample_value("lorahost_requests_total", {"adapter": "a", "code": "200"}) == 1
+
+
+def test_forgetting_an_unknown_name_frees_nothing(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    metrics.adapter("a")
+    metrics.forget("b")
+    assert metrics.adapter("c") == "other"
+
+
+def test_the_page_is_prometheus_text_with_our_prefix(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    metrics.ready.set(1)
+    families = {f.name: f for f in text_string_to_metric_families(metrics.text().decode())}
+    assert all(name.startswith("lorahost_") for name in families)
+    assert all(family.documentation for family in families.values())
+    assert families["lorahost_ready"].samples[0].value == 1
+    assert families["lorahost_build_info"].samples[0].labels["python"].startswith("3.")
