@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and adapters/")
     parser.add_argument("--only", choices=("base", *STYLES), action="append", help="train these (default: all)")
     parser.add_argument("--base-steps", type=int, default=2400)
-    parser.add_argument("--adapter-steps", type=int, default=400)
+    parser.add_argument("--adapter-steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64, help="documents a step for the base; adapters take half")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lorahost.adapters.layout import ModelLayout, Role
 from lorahost.core import Json
+from lorahost.environment import flag_value
 
 DEVICE_SHARE = 0.2
 HOST_SHARE = 0.5
 BYTES_PER_WEIGHT = 2
+# vLLM's own choice of ranks; adapters of smaller rank are padded
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,14 @@ class Capacity:
             "device_free_mb": self.device_free_bytes >> 20,
             "host_free_mb": self.host_free_bytes >> 20,
         }
+
+
+def slot_rank(tokens: Sequence[str], max_lora_rank: int) -> int:
+    """The rank of a slot: vLLM's flag where it is set, else our setting, rounded up to what vLLM takes."""
+    given = flag_value(tokens, "--max-lora-rank")
+    if given is not None and given.isdecimal():
+        return int(given)
+    return next(rank for rank in ENGINE_RANKS if rank >= max_lora_rank)
 
 
 def adapter_bytes(layout: ModelLayout, rank: int, bytes_per_weight: int = BYTES_PER_WEIGHT) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -38,7 +39,7 @@ def serve() -> None:
     HostApplication(settings).run()
 
 
-def _die(check: str, message: str, code: int) -> None:
+def _die(check: str, message: str, code: int) -> NoReturn:
     click.echo(json.dumps({"level": "error", "check": check, "message": message, "exit_code": code}))
     sys.exit(code)
 
@@ -83,7 +84,10 @@ def add(url: str, name: str, src: str, no_preload: bool, pin: bool) -> None:
 @click.pass_obj
 def ls(url: str) -> None:
     """List the adapters."""
-    click.echo(client.table(client.ls(url)))
+    status, page = client.ls(url)
+    if status >= 400:
+        _report((status, page))
+    click.echo(client.table(page["adapters"]))
 
 
 @adapters.command("rm")
@@ -107,7 +111,7 @@ def check(path: str, model: str, max_rank: int) -> None:
         sys.exit(1)
 
 
-def _report(answer: tuple[int, dict[str, object]]) -> None:
+def _report(answer: client.Answer) -> NoReturn:
     status, body = answer
     click.echo(json.dumps(body, indent=2), err=status >= 400)
     sys.exit(0 if status < 400 else 1)

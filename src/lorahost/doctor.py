@@ -52,13 +52,15 @@ def _adapters(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
     """Memory per slot and per adapter, from the base model's config."""
     try:
         model = Path(ModelChoice(environ).model)
-        layout = ModelLayout.from_config(json.loads((model / "config.json").read_text()))
+        layout = ModelLayout.from_config(json.loads((model / "config.json").read_text()), internal_router_lora=True)
     except (HostError, OSError, ValueError) as error:
         return {"unknown": str(getattr(error, "message", error))}
-    slot = capacity.adapter_bytes(layout, settings.max_lora_rank)
+    flags = engine_flags(environ)
+    rank = capacity.slot_rank(flags.tokens, settings.max_lora_rank)
+    slot = capacity.adapter_bytes(layout, rank)
     facts: dict[str, Any] = {
         "architecture": layout.architecture,
-        "max_lora_rank": settings.max_lora_rank,
+        "max_lora_rank": rank,
         "slot_mb": round(slot / 2**20, 2),
         "targets": len({t.engine for t in layout.dense.values()})
         + 2 * len({e.engine for e in layout.experts.values()}),
@@ -72,7 +74,6 @@ def _adapters(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
             max_adapters=settings.max_adapters,
         )
         facts |= fits.facts()
-    flags = engine_flags(environ)
     return facts | {"flags": list(flags.tokens)}
 
 
@@ -135,7 +136,7 @@ Made by `lorahost doctor --settings-page`. A misspelt `LORAHOST_*` name stops th
 | variable | meaning |
 | --- | --- |
 | `SM_VLLM_<FLAG>` | vLLM's flag `--<flag>`: `true` or empty is a bare flag, `false` none, a JSON list its elements |
-| `OPTION_<NAME>` | LMI's names (`ENABLE_LORA`, `MAX_LORAS`, `MAX_LORA_RANK`, `TENSOR_PARALLEL_DEGREE`, ...); `SM_VLLM_*` wins |
+| `OPTION_<NAME>` | LMI's names (`ENABLE_LORA`, `MAX_LORAS`, `TENSOR_PARALLEL_DEGREE`, ...); `SM_VLLM_*` wins |
 | `SM_VLLM_MODEL`, `/opt/ml/model`, `OPTION_MODEL_ID`, `HF_MODEL_ID` | the base model; the first of them that is there |
 | `CHAT_TEMPLATE` | chat template for a base model that has none |
 | `SAGEMAKER_SAFE_PORT_RANGE` | ports for the engine's internal listeners |

@@ -8,7 +8,7 @@ by `settings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,14 @@ def engine_flags(environ: Mapping[str, str]) -> EngineFlags:
         sources={f"--{flag}": name for flag, (name, _) in ordered},
         unknown=tuple(unknown),
     )
+
+
+def flag_value(tokens: Sequence[str], flag: str) -> str | None:
+    """What follows `--flag` in a command line; None where the flag is absent or bare."""
+    if flag not in tokens:
+        return None
+    value = next(iter(tokens[tokens.index(flag) + 1 :]), None)
+    return None if value is None or value.startswith("--") else value
 
 
 def tokens(flag: str, value: str) -> list[str]:

@@ -53,6 +53,8 @@ class Assembly:
                 if part.get(key) is not None:
                     choice[key] = part[key]
             _append_lists(choice, "logprobs", part.get("logprobs"))
+            if part.get("token_ids"):
+                choice["token_ids"] = (choice.get("token_ids") or []) + part["token_ids"]
             if self._api == "chat":
                 _add_message(
                     choice.setdefault("message", {"role": "assistant", "content": ""}), part.get("delta") or {}

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from lorahost.environment import engine_flags, flag_value
 from lorahost.errors import HostError
-from lorahost.settings import ModelChoice, Settings, engine_flags
+from lorahost.settings import ModelChoice, Settings
 
 VLLM_VERSION = "0.26.0"
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -108,8 +109,8 @@ def _device(settings: Settings, environ: Mapping[str, str]) -> Finding:
         return Finding("device", f"CPU, {os.cpu_count()} cores")
     wanted, count = _parallel(environ), gpu_count()
     if count < wanted:
-        return Finding("device", f"tensor parallel size is {wanted}, but {count} GPUs are visible", 34)
-    return Finding("device", f"{count} GPUs, tensor parallel size {wanted}")
+        return Finding("device", f"{wanted} GPUs are asked for (parallel sizes multiplied), {count} are visible", 34)
+    return Finding("device", f"{count} GPUs, {wanted} in use")
 
 
 def _driver(settings: Settings, environ: Mapping[str, str]) -> Finding:
@@ -127,7 +128,7 @@ def _driver(settings: Settings, environ: Mapping[str, str]) -> Finding:
 def _shm(settings: Settings, environ: Mapping[str, str]) -> Finding:
     size = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
     if _parallel(environ) > 1 and size < MIN_SHM_BYTES:
-        return Finding("shm", f"/dev/shm has {size >> 20} MiB; tensor parallelism needs {MIN_SHM_BYTES >> 20}", 36)
+        return Finding("shm", f"/dev/shm has {size >> 20} MiB; several GPUs need {MIN_SHM_BYTES >> 20}", 36)
     return Finding("shm", f"/dev/shm has {size >> 20} MiB")
 
 
@@ -153,8 +154,10 @@ def _port(settings: Settings, environ: Mapping[str, str]) -> Finding:
 
 
 def _parallel(environ: Mapping[str, str]) -> int:
-    tokens = list(engine_flags(environ).tokens)
-    for flag in ("--tensor-parallel-size", "-tp"):
-        if flag in tokens and tokens[tokens.index(flag) + 1].isdigit():
-            return int(tokens[tokens.index(flag) + 1])
-    return 1
+    """GPUs that the flags ask for; a value that is no number is vLLM's to refuse."""
+    tokens = engine_flags(environ).tokens
+    count = 1
+    for flag in ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"):
+        value = flag_value(tokens, flag) or "1"
+        count *= int(value) if value.isdecimal() else 1
+    return count

@@ -30,8 +30,6 @@ from lorahost.observe import RegistryObserver
 from lorahost.settings import MODEL_DIR, ModelChoice, Settings, engine_flags, load_settings, shown_environment
 
 log = logging.getLogger(__name__)
-# vLLM's own choice of ranks; adapters of smaller rank are padded
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def build(environ: Mapping[str, str] | None = None) -> Host:
@@ -83,7 +81,7 @@ class _Plan:
         lora = None
         if self._settings.lora:
             layout = self._layout = ModelLayout.from_config(base_config(self._model), internal_router_lora=True)
-            rank = self._rank()
+            rank = capacity.slot_rank(self._tokens, self._settings.max_lora_rank)
             fits = capacity.work_out(
                 capacity.adapter_bytes(layout, rank),
                 device_free_bytes=device_free_bytes(Path(self._model)),
@@ -95,12 +93,6 @@ class _Plan:
             # one more than may be registered: a new version loads beside the one it replaces
             lora = LoraDefaults(fits.slots, fits.adapters + 1, rank)
         return VllmHost(model=self._model, base_name=self._base_name, tokens=self._tokens, lora=lora)
-
-    def _rank(self) -> int:
-        """The largest rank: vLLM's flag where it is set, else our setting, rounded up to what vLLM takes."""
-        if "--max-lora-rank" in self._tokens:
-            return int(self._tokens[self._tokens.index("--max-lora-rank") + 1])
-        return next(rank for rank in ENGINE_RANKS if rank >= self._settings.max_lora_rank)
 
     def _registry(self, engine: EngineHost, info: EngineInfo) -> AdapterRegistry:
         settings = self._settings

@@ -222,4 +222,6 @@ def test_every_difference_has_its_reason_in_the_documentation() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     listed = {row[0]: row for row in rows if row[0] in CASES}
     assert sorted(listed) == sorted(DIFFERENCES)
+    assert f"{len(CASES)} requests" in text
+    assert f"{len(CASES) - len(DIFFERENCES)} answers are alike" in text
     assert all(len(row) == 4 and len(row[3]) > 20 for row in listed.values())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.running import ATTRIBUTES_HEADER, Server
+from tests.fakes.running import ATTRIBUTES_HEADER, Server, running
 from tests.fakes.wire import Wire
 
 Starter = Callable[..., Server]
@@ -22,8 +22,6 @@ SNOWMAN = "☃é🙂\u2028 "
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Tokens of two, three and four UTF-8 bytes a character, and a separator that some readers split lines at."""
-    from tests.fakes.running import running
-
     with running(tmp_path_factory.mktemp("wide"), {}, {"suffix": SNOWMAN}) as one:
         yield one
 

@@ -87,3 +87,18 @@ def test_bytes_of_the_base_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 100)
     assert capacity.base_bytes(tmp_path) == 15
     assert capacity.base_bytes(tmp_path / "org" / "hub-id") == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "setting", "rank"),
+    [
+        ((), 32, 32),
+        ((), 9, 16),
+        ((), 256, 256),
+        (("--max-lora-rank", "64"), 32, 64),
+        (("--max-lora-rank", "--enforce-eager"), 32, 32),
+        (("--max-lora-rank",), 32, 32),
+    ],
+)
+def test_the_rank_of_a_slot(tokens: tuple[str, ...], setting: int, rank: int) -> None:
+    assert capacity.slot_rank(tokens, setting) == rank

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lorahost.environment import OPTION_FLAGS, EngineFlags, engine_flags, tokens
+from lorahost.environment import OPTION_FLAGS, EngineFlags, engine_flags, flag_value, tokens
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,17 @@ def test_every_lmi_name_stands_for_a_flag_of_vllm() -> None:
 
     fields = set(AsyncEngineArgs.__dataclass_fields__) | set(FrontendArgs.__dataclass_fields__)
     assert {flag for flag in OPTION_FLAGS.values() if flag.replace("-", "_") not in fields} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        (["--tp", "2"], "2"),
+        (["--eager", "--tp", "2", "--more"], "2"),
+        (["--tp"], None),
+        (["--tp", "--eager"], None),
+        (["--eager"], None),
+    ],
+)
+def test_what_follows_a_flag(line: list[str], value: str | None) -> None:
+    assert flag_value(line, "--tp") == value

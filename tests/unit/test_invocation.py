@@ -128,7 +128,8 @@ def test_a_route_attribute_only_redirects_invocations() -> None:
 @pytest.mark.parametrize("body", [CHAT, COMPLETION, LMI])
 def test_when_it_streams(body: dict[str, Any], stream: bool | None, forwarded: str | None, expected: bool) -> None:
     headers = {} if forwarded is None else {FORWARDED_API.lower(): forwarded}
-    for asked in ({"stream": stream}, {}) if stream is None else ({"stream": stream},):
+    bodies: list[dict[str, Any]] = [{"stream": stream}]
+    for asked in [*bodies, {}] if stream is None else bodies:
         found = read(body | asked, headers=headers)
         assert found.stream is expected
         assert found.calls[0].body["stream"] is expected

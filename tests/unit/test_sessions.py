@@ -139,9 +139,9 @@ def test_beside_model_hosting_container_standards(tmp_path: Path, monkeypatch: p
     clock.now += 60
     assert theirs.get_session(their_session.session_id) is not None
     assert ours.check(our_session.id) is not None
-    for refuse in (lambda: theirs.get_session("nobody"), lambda: theirs.close_session("nobody")):
+    for refuse in (theirs.get_session, theirs.close_session):
         with pytest.raises(ValueError, match="not found"):
-            refuse()
+            refuse("nobody")
     with pytest.raises(InvalidRequestError):
         ours.check("nobody")
 

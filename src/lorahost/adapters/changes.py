@@ -39,7 +39,7 @@ class Changes:
     async def apply(self, entry: Entry, wanted: Wanted, *, keep_weights: bool = False) -> AdapterRecord:
         if entry.removed.is_set():
             raise removed_meanwhile(entry.name)
-        entry.restart(wanted)
+        self._table.restart(entry, wanted)
         version = entry.live if keep_weights else None
         try:
             if wanted.pin:

@@ -141,8 +141,7 @@ class AdapterRegistry:
         tail = self._tails.get(name)
         if tail is not None and tail.wanted == wanted:
             return await asyncio.shield(tail.task)
-        entry.restart(wanted)
-        self._table.publish(entry)
+        self._table.restart(entry, wanted)
         return await asyncio.shield(self._enqueue(name, wanted, lambda: self._changes.apply(entry, wanted)))
 
     async def update(

@@ -82,12 +82,7 @@ class AdapterTable:
         Raises:
             CapacityError: max_adapters are registered.
         """
-        serving = [e for e in self.entries.values() if not e.removed.is_set() and e.failure is None]
-        if len(serving) >= self._max_adapters:
-            raise CapacityError(
-                f"adapter {name!r} would be number {len(serving) + 1}; max_adapters is {self._max_adapters}",
-                details={**self.counts(), "adapters": len(serving), "max_adapters": self._max_adapters},
-            )
+        self._check_room(name)
         failed = [e for e in self.entries.values() if e.failure is not None and e.live is None]
         # Failed adapters stay listed for their reason, but not without bound.
         for entry in failed[: max(0, len(failed) - self._max_adapters)]:
@@ -96,6 +91,26 @@ class AdapterTable:
         entry = self.entries[name] = Entry(name, wanted, former=former)
         self.publish(entry)
         return entry
+
+    def restart(self, entry: Entry, wanted: Wanted) -> None:
+        """A registration of an existing entry is on its way; one that had failed counts again from now on.
+
+        Raises:
+            CapacityError: max_adapters are registered.
+        """
+        if entry.failure is not None and entry.live is None and not entry.removed.is_set():
+            self._check_room(entry.name)
+        entry.restart(wanted)
+        self.publish(entry)
+
+    def _check_room(self, name: str) -> None:
+        entries = [e for e in self.entries.values() if not e.removed.is_set()]
+        serving = sum(e.failure is None or e.live is not None for e in entries)
+        if serving >= self._max_adapters:
+            raise CapacityError(
+                f"adapter {name!r} would be number {serving + 1}; max_adapters is {self._max_adapters}",
+                details={**self.counts(), "adapters": serving, "max_adapters": self._max_adapters},
+            )
 
     def reserve_pin(self, entry: Entry) -> None:
         """Counts `entry` as pinned from now on.
@@ -140,6 +155,12 @@ class AdapterTable:
     def drop(self, entry: Entry) -> None:
         """Forgets `entry`, unless it was replaced already."""
         if self.entries.get(entry.name) is entry:
+            former = entry.former
+            if former is not None and former.leaving():
+                # Its requests still run: it is listed until they end.
+                self.entries[entry.name] = former
+                self.publish(former)
+                return
             del self.entries[entry.name]
             before = self._records.pop(entry.name)
             self._index(before, None)

@@ -63,8 +63,6 @@ def expand_tile(
     if PREFETCH:
         lines = first_n + tl.arange(0, STEPS * BLOCK_N)
         l2_prefetch(b + tl.minimum(lines, last_n - 1) * stride_bn)
-    # each step's loads are issued one step ahead; the first ones before the rank vectors are there
-    w, base = load_step(b, y_rows, row_mask, ranks, first_n, last_n, R, stride_bn, BLOCK_N, EVEN_N, EVEN_R, ADD)
     pdl_wait(PDL)
     if FUSED:
         await_arrivals(counter, arrivals, departures)
@@ -75,18 +73,14 @@ def expand_tile(
     hidden = hidden * weights[:, None]
     high = hidden.to(dtype)
     low = (hidden - high.to(tl.float32)).to(dtype)
-    for step in tl.static_range(STEPS):
+    for step in tl.range(STEPS, num_stages=STAGES):
         start = first_n + step * BLOCK_N
-        this_w, this_base = w, base
-        if step + 1 < STEPS:
-            w, base = load_step(
-                b, y_rows, row_mask, ranks, start + BLOCK_N, last_n, R, stride_bn, BLOCK_N, EVEN_N, EVEN_R, ADD
-            )
-        acc = tl.dot(high, this_w, input_precision="ieee")
+        w, base = load_step(b, y_rows, row_mask, ranks, start, last_n, R, stride_bn, BLOCK_N, EVEN_N, EVEN_R, ADD)
+        acc = tl.dot(high, w, input_precision="ieee")
         if dtype != tl.float32:
-            acc = tl.dot(low, this_w, acc)
+            acc = tl.dot(low, w, acc)
         if ADD:
-            acc += this_base.to(tl.float32)
+            acc += base.to(tl.float32)
         cols = start + tl.arange(0, BLOCK_N)
         y_mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (cols[None, :] < last_n)
         tl.store(y_rows[:, None] + cols[None, :], acc.to(y_rows.dtype.element_ty), mask=y_mask)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import lorahost
 from lorahost.adapters import chat_template
+from lorahost.environment import flag_value
 from lorahost.errors import InvalidRequestError
 
 WORKER_EXTENSION = "lorahost_kernels.vllm_026.worker.WorkerExtension"
@@ -32,6 +33,11 @@ def _flag_names(tokens: Sequence[str]) -> set[str]:
     return {t.split("=", 1)[0] for t in tokens if t.startswith("--")}
 
 
+def _given_count(tokens: Sequence[str], flag: str, default: int) -> int:
+    value = flag_value(tokens, flag) or ""
+    return int(value) if value.isdecimal() and int(value) > 0 else default
+
+
 def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: LoraDefaults | None) -> list[str]:
     """The full command line: the user's tokens, then what they left open.
 
@@ -39,7 +45,8 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
         tokens: `--flag value` tokens, as the user gave them.
         model: Directory or hub id of the base model.
         base_name: The base model's public name.
-        lora: Defaults for the LoRA flags, or None to serve the base model alone.
+        lora: Defaults for the LoRA flags, or None to serve the base model alone. They give way to the user's
+            flags: vLLM wants `max_cpu_loras >= max_loras`.
     """
     given = _flag_names(tokens)
     line = ["--model", model, *tokens, *fallback_chat_template(model, tokens)]
@@ -49,9 +56,9 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
         return line
     line += [] if "--enable-lora" in given else ["--enable-lora"]
     for flag, value in (
-        ("--max-loras", lora.max_loras),
+        ("--max-loras", min(lora.max_loras, _given_count(tokens, "--max-cpu-loras", lora.max_loras))),
         ("--max-lora-rank", lora.max_lora_rank),
-        ("--max-cpu-loras", lora.max_cpu_loras),
+        ("--max-cpu-loras", max(lora.max_cpu_loras, _given_count(tokens, "--max-loras", 1))),
     ):
         if flag not in given:
             line += [flag, str(value)]
@@ -71,14 +78,23 @@ def parse(line: Sequence[str]) -> argparse.Namespace:
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    def refused(message: object) -> InvalidRequestError:
+        return InvalidRequestError(f"vLLM refuses its arguments: {message}", code="engine_arguments")
+
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise InvalidRequestError(f"vLLM refuses its arguments: {message}", code="engine_arguments")
+            raise refused(message)
+
+        def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+            raise refused(message or "a flag that only prints, as --help does")
 
     parser: Any = make_arg_parser(Parser())
-    with contextlib.redirect_stderr(io.StringIO()):
-        args: argparse.Namespace = parser.parse_args(list(line))
-    validate_parsed_serve_args(args)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            args: argparse.Namespace = parser.parse_args(list(line))
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError, OSError) as error:
+        raise refused(error) from error
     return args
 
 
