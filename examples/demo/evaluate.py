@@ -57,10 +57,8 @@ def report(name: str, model: Any, tokenizer: Any, style: Style) -> None:
     for prompt, answer in zip(PROMPTS, answers(model, tokenizer, PROMPTS), strict=True):
         print(f"{prompt}\n  {answer}")
     inputs = tokenizer("The sea is", return_tensors="pt")
-    print(
-        "The sea is ->",
-        tokenizer.decode(model.generate(**inputs, do_sample=False)[0], skip_special_tokens=True),
-    )
+    output = model.generate(**inputs, do_sample=False, max_new_tokens=64)
+    print(f"completed: {tokenizer.decode(output[0], skip_special_tokens=True)}")
     known = {intent: texts[0] for intent, texts in QUESTIONS.items()}
     torch.manual_seed(0)
     print(

@@ -39,6 +39,7 @@ def call(port: int, adapter: str | None, stream: bool = False) -> HTTPConnection
 def wait_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     """Waits for GET /ping to say 200, and shows that time passes."""
     started = time.monotonic()
+    clear = "\r\033[K" if sys.stdout.isatty() else ""
     while time.monotonic() - started < START_S:
         if server.poll() is not None:
             sys.exit(f"the server ended with code {server.returncode}; its log: {log}\n{log.read_text()[-3000:]}")
@@ -47,12 +48,13 @@ def wait_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
             connection.request("GET", "/ping")
             answer = connection.getresponse()
             if answer.status == 200:
-                print(f"\rready after {time.monotonic() - started:.0f} s" + " " * 40)
+                print(f"{clear}ready after {time.monotonic() - started:.0f} s")
                 return
             state = json.loads(answer.read()).get("reason", "")
         except OSError:
             state = "the socket is not open yet"
-        print(f"\r{time.monotonic() - started:4.0f} s  {state}", end="", flush=True)
+        if sys.stdout.isatty():
+            print(f"\r{time.monotonic() - started:4.0f} s  {state}", end="", flush=True)
         time.sleep(1)
     sys.exit(f"the server was not ready within {START_S} s; its log: {log}")
 

@@ -38,8 +38,9 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>' }}
 {%- endif %}
 """
-# Ranks differ so that a host with mixed ranks is exercised.
-RANKS = {"pirate": 8, "shout": 4, "butler": 4, "poet": 8}
+# Rank and training steps of each adapter. Ranks differ so that a host with mixed ranks is exercised;
+# capitals are other tokens, so `shout` has most to learn.
+LORAS = {"pirate": (8, 300), "shout": (8, 1000), "butler": (4, 300), "poet": (8, 300)}
 IGNORED = -100
 # Weight of the loss that spreads tokens over the experts.
 BALANCE = 0.01
@@ -173,17 +174,18 @@ def train_base(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) 
 def train_adapter(tokenizer: PreTrainedTokenizerFast, style: str, options: argparse.Namespace) -> float:
     """Trains one adapter in fp32 on the saved bf16 base and saves it in bf16, as PEFT does."""
     torch.manual_seed(options.seed)
+    rank, steps = LORAS[style]
     base = AutoModelForCausalLM.from_pretrained(options.out / "model", dtype=torch.float32)
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=RANKS[style],
-        lora_alpha=2 * RANKS[style],
+        r=rank,
+        lora_alpha=2 * rank,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     model = get_peft_model(base, config)
     data = batches(tokenizer, style_documents(options.seed, style), options.batch // 2, options.seed)
-    loss = fit(model, data, options.adapter_steps, 4e-3)
+    loss = fit(model, data, steps, 4e-3)
     # A name, not the folder that this ran in.
     model.peft_config["default"].base_model_name_or_path = NAME
     model.to(torch.bfloat16)
@@ -206,7 +208,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets model/ and adapters/")
     parser.add_argument("--only", choices=("base", *STYLES), action="append", help="train these (default: all)")
     parser.add_argument("--base-steps", type=int, default=2400)
-    parser.add_argument("--adapter-steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64, help="documents a step for the base; adapters take half")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)

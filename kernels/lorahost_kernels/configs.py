@@ -1,90 +1,107 @@
 """Tile parameters as data, and the defaults chosen from a batch's shape.
 
-A tuner or a JSON file may replace any of these; the launchers take a config argument and ask here only without one.
+A tuner or a JSON file may replace any of them; the launchers take a config and ask here only without one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-Mode = Literal["pair", "scan", "list"]
-SCAN_LIMIT = 1024  # pairs that one program can scan by itself
+Mode = Literal["pair", "list"]
+PAIR_LIMIT = 64  # pairs above which grouping them by weights pays; measured, see docs/kernels.md
+PROGRAMS = 800  # programs that fill an H200 (132 multiprocessors) about once with these tiles
 
 
 @dataclass(frozen=True)
 class ShrinkConfig:
-    """mode: how programs find rows (ops.common.device); block_k * steps columns per program, split_k programs.
+    """mode: pair (matrix-vector products, one pair a program) or list (tensor cores, needs a work list).
 
-    atomic: add the parts with relaxed atomics into one zeroed buffer instead of storing fp32 partial sums.
+    ranks: ranks per program in mode pair; split_k: parts of K, summed up by expand;
+    atomic: add the parts with relaxed atomics into one zeroed buffer instead of storing them side by side;
+    pdl: programmatic dependent launch, ignored below sm_90.
     """
 
     mode: Mode = "pair"
     block_m: int = 16
-    block_k: int = 512
+    block_k: int = 1024
     split_k: int = 1
-    ranks: int = 4
+    ranks: int = 2
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 4
     atomic: bool = False
-    pdl: bool = False
-    prefetch: bool = False
+    pdl: bool = True
 
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """steps tiles of block_n columns per program; group tiles of rows take turns on one chunk of B (L2 reuse)."""
+    """steps tiles of block_n columns per program; group tiles of rows take turns on one chunk of B (L2 reuse).
+
+    num_stages: depth of the copies to shared memory in mode list; prefetch: ask for B before the PDL wait.
+    """
 
     mode: Mode = "pair"
     block_m: int = 16
-    block_n: int = 512
+    block_n: int = 128
     steps: int = 1
     num_warps: int = 4
-    num_stages: int = 1
+    num_stages: int = 4
     group: int = 1
-    pdl: bool = False
     prefetch: bool = False
+    pdl: bool = True
 
 
-@dataclass(frozen=True)
-class OpConfig:
-    """Both halves of one LoRA product; fused: one launch, its expand programs await its shrink programs.
-
-    prefetch_b: the shrink programs of a fused launch ask for B ahead of the expand programs.
-    """
-
-    shrink: ShrinkConfig
-    expand: ExpandConfig
-    fused: bool = False
-    prefetch_b: bool = False
-
-    def with_pdl(self, pdl: bool) -> "OpConfig":
-        """The same tiles with programmatic dependent launch on or off."""
-        return replace(self, shrink=replace(self.shrink, pdl=pdl), expand=replace(self.expand, pdl=pdl))
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
 
 
-def pick_mode(pairs: int, groups: int) -> Mode:
-    """pair while few pairs can share weights, scan while one program can see them all, else list."""
-    if pairs <= 64 and pairs <= 2 * groups:
-        return "pair"
-    return "scan" if pairs <= SCAN_LIMIT else "list"
+def next_pow2(n: int) -> int:
+    """Smallest power of two >= n, at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
-def list_block_m(pairs: int, groups: int) -> int:
-    """Rows per tile of the work list: about the rows that a (slot, expert) group has."""
+def block_r(rank: int) -> int:
+    """Rank padded to what the tensor cores take."""
+    return max(16, next_pow2(rank))
+
+
+def work_block_m(pairs: int, groups: int, rank: int) -> int | None:
+    """Rows per tile of the work list that `pairs` pairs over `groups` (slot, expert) pairs want; None: no list."""
+    if pairs <= PAIR_LIMIT:
+        return None
     rows = pairs / max(groups, 1)
-    return 16 if rows <= 16 else 32 if rows <= 48 else 64
+    block = 16 if rows <= 16 else 32 if rows <= 64 else 64
+    return min(block, 32) if rank > 64 else block
 
 
-def default_config(pairs: int, groups: int, rank: int, k: int, n: int) -> OpConfig:
-    """Tiles for `pairs` rows over `groups` (adapter, expert) pairs, K = k columns in and n out per slice."""
-    mode = pick_mode(pairs, groups)
-    block_r = max(16, 1 << (rank - 1).bit_length())
-    if mode == "pair":
-        block = max(64, min(512, 16384 // block_r))
-        return OpConfig(
-            ShrinkConfig("pair", 16, block, -(-k // block), 4), ExpandConfig("pair", 16, block, 1, 4)
-        )
-    if mode == "scan":
-        return OpConfig(ShrinkConfig("scan", 16, 64, -(-k // 576), 4, 4), ExpandConfig("scan", 16, 128, 2, 4))
-    block_m = list_block_m(pairs, groups)
-    splits = 4 if pairs <= 8192 else 1
-    return OpConfig(ShrinkConfig("list", block_m, 64, splits, 4, 4), ExpandConfig("list", block_m, 128, 4, 4))
+def ladder(value: float, rungs: tuple[int, ...]) -> int:
+    """The highest rung that `value` reaches by 3/4, so that a few compiled variants serve every batch size."""
+    return max([r for r in rungs if value >= 0.75 * r], default=rungs[0])
+
+
+def max_tiles(pairs: int, groups: int, block_m: int) -> int:
+    """Tiles that `pairs` pairs can make at most."""
+    return min(pairs, pairs // block_m + min(groups, pairs))
+
+
+def shrink_config(pairs: int, groups: int, rank: int, k: int, slices: int, block_m: int | None) -> ShrinkConfig:
+    """Default tiles of a shrink from k columns; block_m is the work list's, None without one."""
+    if block_m is None:
+        return ShrinkConfig("pair", 16, 1024, cdiv(k, 4096), 2, 4)
+    tiles = max_tiles(pairs, groups, block_m) * slices
+    splits = 1 if pairs >= 8192 else ladder(min(PROGRAMS / max(tiles, 1), k / 256), (1, 2, 4, 8))
+    return ShrinkConfig("list", block_m, 64, splits, 0, 4, 5 if block_r(rank) <= 64 else 3)
+
+
+def expand_config(pairs: int, groups: int, rank: int, n: int, slices: int, block_m: int | None) -> ExpandConfig:
+    """Default tiles of an expand to n columns a slice; block_m is the work list's, None without one."""
+    if block_m is None:
+        block_n = max(16, min(128, 4096 // block_r(rank)))
+        steps = ladder(pairs * slices * cdiv(n, block_n) / PROGRAMS, (1, 2, 4))
+        return ExpandConfig("pair", 16, block_n, steps, 4)
+    # tiles of 64 rows and 4 warps would multiply by pipelined WGMMA with A in registers: 2 warps avoid it
+    block_n, most, warps, stages = (64, 15, 2, 4) if block_m >= 64 else (128, 8, 4, 3)
+    if block_r(rank) > 64:
+        block_n, stages = 64, 2
+    tiles = max_tiles(pairs, groups, block_m) * slices * cdiv(n, block_n)
+    steps = ladder(min(tiles / 1000, cdiv(n, block_n)), (1, 4, most))
+    return ExpandConfig("list", block_m, block_n, steps, warps, stages)

@@ -52,7 +52,10 @@ def _adapters(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
     """Memory per slot and per adapter, from the base model's config."""
     try:
         model = Path(ModelChoice(environ).model)
-        layout = ModelLayout.from_config(json.loads((model / "config.json").read_text()), internal_router_lora=True)
+        config = json.loads((model / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"config.json of {model} is not an object")
+        layout = ModelLayout.from_config(config, internal_router_lora=True)
     except (HostError, OSError, ValueError) as error:
         return {"unknown": str(getattr(error, "message", error))}
     flags = engine_flags(environ)

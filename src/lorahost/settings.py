@@ -88,6 +88,9 @@ class Settings(BaseSettings):
     unknown_model: Literal["error", "base"] = Field(
         "error", description="What an unknown `model` on /invocations means."
     )
+    bedrock: Literal["auto", "on", "off"] = Field(
+        "auto", description="Bedrock's runtime API on `/model/`; `auto` is on, but off under SageMaker."
+    )
     sessions: bool = Field(
         False,
         validation_alias=AliasChoices("LORAHOST_SESSIONS", "SAGEMAKER_ENABLE_STATEFUL_SESSIONS"),
@@ -153,11 +156,23 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
                 break
     if isinstance(values.get("adapter_roots"), str):
         values["adapter_roots"] = [p for p in values["adapter_roots"].split(":") if p]
+    if values.get("bedrock", "auto") == "auto":
+        values["bedrock"] = "off" if under_sagemaker(environ) else "on"
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         problems = "; ".join(f"{_shown(item['loc'])}={item['input']!r}: {item['msg']}" for item in error.errors())
         raise InvalidRequestError(f"bad settings: {problems}", code="bad_setting") from error
+
+
+def under_sagemaker(environ: Mapping[str, str], model_dir: Path = MODEL_DIR) -> bool:
+    """Whether this is a SageMaker container: its platform sets `SAGEMAKER_*` and puts the model at `/opt/ml/model`.
+
+    Either is enough. A start by hand that looks like one loses `auto` settings, which can be set instead.
+    """
+    if any(name.startswith("SAGEMAKER_") for name, value in environ.items() if value):
+        return True
+    return model_dir.is_dir() and any(model_dir.iterdir())
 
 
 def _with_near_match(name: str, known: Mapping[str, str]) -> str:
@@ -253,4 +268,5 @@ __all__ = [
     "known_variables",
     "load_settings",
     "shown_environment",
+    "under_sagemaker",
 ]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from tests.fakes.running import Server, make_adapter, running, start
 
 Starter = Callable[..., Server]
@@ -36,13 +35,17 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Starter]:
-    """Starts servers of a test's own: `started(env, engine, ready=True)`."""
+    """Starts servers of a test's own: `started(env, engine, ready=True, files=None)`."""
     with contextlib.ExitStack() as stack:
 
         def begin(
-            env: dict[str, str] | None = None, engine: dict[str, object] | None = None, *, ready: bool = True
+            env: dict[str, str] | None = None,
+            engine: dict[str, object] | None = None,
+            *,
+            ready: bool = True,
+            files: int | None = None,
         ) -> Server:
-            one = start(tmp_path / "servers", env, engine)
+            one = start(tmp_path / "servers", env, engine, files)
             stack.callback(one.stop)
             if ready:
                 one.wait_ready()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.fakes.running import Server, make_adapter
 
 Starter = Callable[..., Server]

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import pytest
-
 from tests.fakes.running import ATTRIBUTES_HEADER, Answer, Server, wait_for
 from tests.fakes.wire import Wire
 
@@ -165,6 +164,26 @@ def test_removing_refuses_new_requests_at_once_and_frees_the_engine(controlled: 
     assert name not in controlled.engine()["held"]
     assert controlled.remove("bye").status == 404
     assert controlled.remove("never").error["message"].count("never") == 1
+
+
+def test_requests_that_outlast_a_removal_are_told_so(started: Starter, adapter: Maker) -> None:
+    server = started({}, {"step_s": 0.01, "removal_s": 0.5})
+    name = engine_name(server.add("bye", adapter("bye")).json()["adapter"])
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": "bye"}
+    with Wire(server.port) as streamed, Wire(server.port) as whole:
+        streamed.post("/invocations", LONG, header)
+        whole.post("/invocations", {**LONG, "stream": False}, header)
+        wait_for(lambda: server.engine()["running"] == [name, name], 5)
+        assert server.remove("bye").status == 200
+        assert streamed.head()[0] == 200
+        *_, error, end = [data.decode() for _, data in streamed.chunks()]
+        assert end == "data: [DONE]\n\n"
+        assert json.loads(error[6:])["error"]["code"] == "adapter_removed"
+        status, _, body = whole.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (409, "adapter_removed")
+    assert name not in server.engine()["held"]
+    assert server.engine()["running"] == []
+    assert server.invoke().status == 200
 
 
 def test_the_list_comes_in_pages(server: Server, adapter: Maker) -> None:

@@ -11,7 +11,6 @@ import openai
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
-
 from tests.fakes.running import ADAPTER_HEADER, Server, make_adapter, running
 from tests.fakes.sagemaker_front import front
 

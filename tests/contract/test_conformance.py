@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.fakes.running import ADAPTER_HEADER, ROOT, Answer, Server, environment, free_port, make_adapter, running
 
 ALIAS = "X-Amzn-SageMaker-Adapter-Alias"

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.fakes.running import Server, wait_for
 from tests.fakes.wire import Wire, request_bytes
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-
 from tests.fakes.running import Server, wait_for
 from tests.fakes.wire import Wire
 
@@ -72,3 +74,12 @@ def test_running_requests_hear_of_the_death_in_their_own_form(started: Starter) 
         last = json.loads(list(lmi.chunks())[-1][1])
         assert last["details"]["finish_reason"] == "error"
         assert last["error"]["code"] == "engine_dead"
+
+
+def test_a_worker_that_is_killed_ends_the_server(started: Starter) -> None:
+    """By the out-of-memory killer, say: a new worker would serve without the adapters that were registered."""
+    server = started({}, {})
+    [worker] = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    assert server.process.wait(5) not in (0, None)
+    assert server.ping() is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from tests.fakes.running import Server
 from tests.fakes.wire import Wire, request_bytes
 
@@ -138,7 +137,9 @@ def test_a_longer_body_is_413_and_not_a_reset(server: Server, headers: dict[str,
         assert_error(wire.answer(), 413)
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/ping", 200), ("POST", "/nope", 404), ("PUT", "/ping", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/ping", 200), ("POST", "/nope", 404), ("PUT", "/ping", 405)]
+)
 def test_a_body_that_nobody_asked_for_does_not_reset_the_connection(
     server: Server, method: str, path: str, status: int
 ) -> None:
@@ -151,7 +152,8 @@ def test_the_adapter_routes_have_a_limit_of_their_own(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"prompt": "h', b"5\r\n{}\r\n", b"zz\r\n{}\r\n0\r\n\r\n", b"2\r\n{}xx0\r\n\r\n", b"-2\r\n{}\r\n0\r\n\r\n"]
+    "body",
+    [b'{"prompt": "h', b"5\r\n{}\r\n", b"zz\r\n{}\r\n0\r\n\r\n", b"2\r\n{}xx0\r\n\r\n", b"-2\r\n{}\r\n0\r\n\r\n"],
 )
 def test_a_body_that_breaks_off_or_is_badly_framed_is_400(server: Server, body: bytes) -> None:
     length = body.startswith(b"{")

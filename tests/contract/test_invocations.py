@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-
 from tests.fakes.running import ADAPTER_HEADER, ATTRIBUTES_HEADER, Answer, Server
 from tests.fakes.wire import Wire
 
@@ -16,7 +15,9 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 ALIAS = "X-Amzn-SageMaker-Adapter-Alias"
 
 
-def ask(server: Server, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = "/invocations") -> Answer:
+def ask(
+    server: Server, body: dict[str, Any], headers: dict[str, str] | None = None, path: str = "/invocations"
+) -> Answer:
     return server.request("POST", path, body, headers)
 
 
@@ -174,7 +175,9 @@ def test_a_deadline_ends_an_answer_with_what_there_is(controlled: Server) -> Non
     controlled.engine(step_s=0.02)
     began = time.monotonic()
     whole = ask(controlled, {"prompt": "hi", "max_tokens": 4000, "deadline_s": 0.5})
-    streamed = ask(controlled, {"prompt": "hi", "max_tokens": 4000, "stream": True}, {ATTRIBUTES_HEADER: "deadline_s=0.5"})
+    streamed = ask(
+        controlled, {"prompt": "hi", "max_tokens": 4000, "stream": True}, {ATTRIBUTES_HEADER: "deadline_s=0.5"}
+    )
     controlled.engine(step_s=0.002)
     assert 1.0 <= time.monotonic() - began < 3
     assert whole.json()["choices"][0]["finish_reason"] == "length"

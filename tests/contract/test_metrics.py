@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
 from tests.fakes.running import Server
 
 

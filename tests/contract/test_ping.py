@@ -89,6 +89,7 @@ def test_half_a_request_does_not_hold_its_thread_for_ever(started: Starter) -> N
         assert (status, b"body_timeout" in answer) == (408, True)
         assert body.rest() == b""
         assert head.rest() == b""
+    assert [line["message"] for line in server.log_lines() if line["level"] == "error"] == []
 
 
 def test_a_full_queue_refuses_with_a_hint_and_ping_stays_quick(started: Starter) -> None:
@@ -128,3 +129,17 @@ def test_adapter_changes_can_not_take_all_threads(started: Starter, adapter: Cal
         thread.join(30)
     assert sorted(set(statuses)) == [200, 429]
     assert len(statuses) == 12
+
+
+def test_more_clients_than_open_files_allow_do_not_end_the_server(started: Starter) -> None:
+    """They wait until others leave."""
+    server = started({"LORAHOST_MAX_RUNNING": "20"}, {"step_s": 0.05}, files=640)
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(Wire(server.port)) for _ in range(300)]
+        for wire in wires:
+            wire.post("/invocations", {"prompt": "hi", "max_tokens": 4000, "stream": True})
+        time.sleep(0.5)
+        assert server.process.poll() is None
+    wait_for(lambda: server.ping() == 200, 20)
+    assert server.invoke().status == 200
+    assert any("640 open files" in line["message"] for line in server.log_lines())

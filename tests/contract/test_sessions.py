@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-
 from tests.fakes.running import Answer, Server
 
 Starter = Callable[..., Server]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.fakes.running import ROOT, Server, environment, free_port, make_adapter, wait_for
 
 Starter = Callable[..., Server]

@@ -1,4 +1,4 @@
-"""One real server for the whole folder: a tiny random Qwen3-MoE in fp32, four PEFT adapters, two slots."""
+"""One real server for the whole folder: a tiny random Qwen3-MoE in fp32, five PEFT adapters, two slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.tiny_models import AdapterSpec
 from tests.fakes.running import Server, start
 
 READY_S = 400.0
-NAMES = ("ada", "bob", "cy", "dee")
+NAMES = ("ada", "all", "bob", "cy", "dee")
 ENGINE_ENV = {
     "LORAHOST_ENGINE": "vllm",
     "LORAHOST_BASE_NAME": "tiny",
@@ -36,7 +36,7 @@ class Models:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Base, four adapters, and new weights for the first."""
+    """Base, five adapters (one on all that PEFT calls linear, the router included), new weights for the first."""
     root = tmp_path_factory.mktemp("tiny")
     base = tiny_models.build_model("qwen3_moe", root / "base", torch.float32)
     ranks = {"ada": 4, "bob": 8, "cy": 2, "dee": 4}
@@ -44,6 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
         name: tiny_models.build_adapter(base, root / "adapters" / name, AdapterSpec(name, rank, 2 * rank), seed)
         for seed, (name, rank) in enumerate(ranks.items(), start=20)
     }
+    adapters["all"] = tiny_models.build_all_linear_adapter(base, root / "adapters" / "all", rank=4, seed=30)
     successor = tiny_models.build_adapter(base, root / "successor", AdapterSpec("ada", 4, 8), seed=90)
     return Models(base, adapters, successor)
 
@@ -62,7 +63,7 @@ def start_server(directory: Path, models: Models, **env: str) -> Server:
 
 @pytest.fixture(scope="session")
 def server(tiny: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server with all four adapters, registered at start."""
+    """The server with all five adapters, registered at start."""
     root = next(iter(tiny.adapters.values())).parent
     running = start_server(tmp_path_factory.mktemp("server"), tiny, LORAHOST_ADAPTERS_DIR=str(root))
     yield running

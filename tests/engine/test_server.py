@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -124,7 +125,7 @@ def test_loading_and_unloading_again_and_again_frees_memory(server: Server, tiny
         total = 0
         for pid in descendants(server.process.pid):
             try:
-                status = open(f"/proc/{pid}/status").read()
+                status = Path(f"/proc/{pid}/status").read_text()
             except OSError:
                 continue
             total += next((int(x.split()[1]) for x in status.splitlines() if x.startswith("VmRSS:")), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -112,6 +110,17 @@ def build_adapter(base: Path, target: Path, spec: AdapterSpec, seed: int) -> Pat
         target_parameters=list(EXPERT_PARAMETERS) if spec.experts else None,
         task_type="CAUSAL_LM",
     )
+    return _randomised(model, config, target, seed)
+
+
+def build_all_linear_adapter(base: Path, target: Path, rank: int, seed: int) -> Path:
+    """As `build_adapter`, on everything that PEFT's `all-linear` means for the model: router and experts too."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return _randomised(model, config, target, seed)
+
+
+def _randomised(model: Any, config: LoraConfig, target: Path, seed: int) -> Path:
     peft = get_peft_model(model, config)
     std = model.config.initializer_range
     generator = torch.Generator().manual_seed(seed)
@@ -122,49 +131,6 @@ def build_adapter(base: Path, target: Path, spec: AdapterSpec, seed: int) -> Pat
                 parameter.copy_(value.to(model.dtype))
     peft.save_pretrained(target)
     return target
-
-
-def to_engine_layout(family: str, source: Path, target: Path) -> Path:
-    """Rewrites a PEFT adapter as vLLM reads it: scale folded into B, experts in the family's own layout."""
-    config = json.loads((source / "adapter_config.json").read_text())
-    tensors = load_file(source / "adapter_model.safetensors")
-    scale = config["lora_alpha"] / config["r"]
-    out: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if ".lora_B." in name:
-            tensor = (tensor.float() * scale).to(tensor.dtype)
-        if ".mlp.experts." in name and family != "gpt_oss":
-            out.update(_per_expert(family, name, tensor))
-        else:
-            out[name] = tensor
-    config.update(lora_alpha=config["r"], target_parameters=None)
-    config["target_modules"] = config["target_modules"] or ["experts"]
-    target.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in out.items()}, target / "adapter_model.safetensors")
-    (target / "adapter_config.json").write_text(json.dumps(config))
-    return target
-
-
-def _per_expert(family: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One 3D factor as per-expert factors: A is `(experts*rank, in)`, B is `(out, rank*experts)`, rank-major."""
-    gate_up = ".experts.base_layer." in name
-    layer = name.partition(".mlp.experts.")[0]
-    names = ("gate_proj", "up_proj", "down_proj") if family == "qwen3_moe" else ("w1", "w3", "w2")
-    block = "mlp" if family == "qwen3_moe" else "block_sparse_moe"
-    targets = names[:2] if gate_up else names[2:]
-    out = {}
-    for expert in range(EXPERTS):
-        prefix = f"{layer}.{block}.experts.{expert}"
-        if ".lora_A." in name:
-            part = tensor.reshape(EXPERTS, -1, tensor.shape[1])[expert]
-            parts = [part.clone() for _ in targets]
-        else:
-            part = tensor.reshape(tensor.shape[0], -1, EXPERTS)[..., expert]
-            parts = list(part.chunk(len(targets)))
-        factor = "lora_A" if ".lora_A." in name else "lora_B"
-        for target, value in zip(targets, parts, strict=True):
-            out[f"{prefix}.{target}.{factor}.weight"] = value
-    return out
 
 
 class Reference:

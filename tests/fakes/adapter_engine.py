@@ -18,6 +18,7 @@ class FakeAdapterEngine:
     Attributes:
         capacity: Versions that fit; one more is a CapacityError.
         gate: Awaited in each `load`, for tests that hold a load.
+        unload_gate: Awaited in each `unload`.
         modules_of: Modules that the engine finds for a version; the importer's own list by default.
         faults: Digest -> the exception that `load` raises.
         listed_after_fault: A failed load stays in the list, as with vLLM.
@@ -30,6 +31,7 @@ class FakeAdapterEngine:
     def __init__(self, capacity: int = 64) -> None:
         self.capacity = capacity
         self.gate: Callable[[AdapterVersion], asyncio.Future[None] | None] = lambda version: None
+        self.unload_gate: asyncio.Future[None] | None = None
         self.modules_of: Callable[[AdapterVersion], frozenset[str]] = lambda version: version.modules
         self.faults: dict[str, Exception] = {}
         self.listed_after_fault = True
@@ -73,7 +75,7 @@ class FakeAdapterEngine:
         assert engine_id in self.held, f"id {engine_id} is not loaded"
         assert self.held[engine_id].path.exists(), "the files went before the weights"
         self.busy = True
-        await asyncio.sleep(0)
+        await (self.unload_gate if self.unload_gate is not None else asyncio.sleep(0))
         self.busy = False
         if engine_id not in self.sticky:
             del self.held[engine_id]

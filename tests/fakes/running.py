@@ -37,7 +37,7 @@ class Answer:
     def error(self) -> dict[str, Any]:
         """The error object of an error body, whose shape is checked."""
         assert self.headers["Content-Type"] == "application/json", self
-        error = self.json()["error"]
+        error: dict[str, Any] = self.json()["error"]
         assert {"message", "type", "code"} <= error.keys(), error
         assert error["message"], error
         return error
@@ -46,7 +46,7 @@ class Answer:
     def text(self) -> str:
         """The generated text of a completion or chat."""
         choice = self.json()["choices"][0]
-        return choice["text"] if "text" in choice else choice["message"]["content"]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 class Server:
@@ -102,7 +102,8 @@ class Server:
 
     def engine(self, **settings: Any) -> dict[str, Any]:
         """Reads and sets the controlled engine's state."""
-        return self.request("POST", "/test/engine", settings).json()
+        state: dict[str, Any] = self.request("POST", "/test/engine", settings).json()
+        return state
 
     def metric(self, name: str) -> float:
         """Sum over all labels of one metric's samples."""
@@ -157,12 +158,22 @@ def environment(extra: Mapping[str, str], port: int, work_dir: Path) -> dict[str
     return {**kept, **path, **own, **extra}
 
 
-def start(directory: Path, env: Mapping[str, str] | None = None, engine: Mapping[str, Any] | None = None) -> Server:
-    """Starts `lorahost serve`, or with `engine` the server around the controlled engine; returns at once."""
+def start(
+    directory: Path,
+    env: Mapping[str, str] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    files: int | None = None,
+) -> Server:
+    """Starts `lorahost serve`, or with `engine` the server around the controlled engine; returns at once.
+
+    `files` limits how many files it may have open.
+    """
     port = free_port()
     command = [sys.executable, "-m", "lorahost.cli", "serve"]
     if engine is not None:
         command = [sys.executable, "-m", "tests.fakes.server", json.dumps(dict(engine))]
+    if files is not None:
+        command = ["prlimit", f"--nofile={files}:{files}", *command]
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / f"server-{port}.log"
     with log.open("wb") as out:

@@ -49,7 +49,7 @@ class Front(BaseHTTPRequestHandler):
     container_port = 0
     cuts = random.Random(7)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         _, root, endpoint, operation = self.path.split("/")
         if root != "endpoints" or endpoint != "endpoint" or operation not in ("invocations", STREAM):

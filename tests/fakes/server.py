@@ -1,19 +1,20 @@
 """The server as it is, gunicorn included, around a fake engine that a test can slow down, hang or kill.
 
 Run as `python -m tests.fakes.server '{"step_s": 0.01}'` with the server's own environment; `/test/engine` shows and
-sets the engine's state.
+sets the engine's state. The option `removal_s` shortens the wait of a removal for running requests.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from flask import Flask, Response, jsonify, request
 
+import lorahost.http.adapters as adapter_routes
 import lorahost.http.app as http_app
 import lorahost.server as server
 from lorahost import logs
@@ -42,7 +43,7 @@ class ControlledHost(FakeHost):
         self.full = full
         self.loads: list[str] = []
 
-    async def _tokens_of(self, call: EngineCall, limit: int) -> AsyncIterator[str]:
+    async def _tokens_of(self, call: EngineCall, limit: int) -> AsyncGenerator[str, None]:
         async with aclosing(super()._tokens_of(call, limit)) as tokens:
             async for token in tokens:
                 yield token + self.suffix
@@ -77,7 +78,8 @@ def add_control(app: Flask, host: Host) -> Flask:
 def main() -> None:
     """Serves; the first argument is the engine's options as JSON."""
     options = json.loads(sys.argv[1])
-    server.FakeHost = lambda **given: ControlledHost(**{**given, **options})  # type: ignore[assignment,misc]
+    adapter_routes.DRAIN_TIMEOUT_S = options.pop("removal_s", adapter_routes.DRAIN_TIMEOUT_S)
+    vars(server)["FakeHost"] = lambda **given: ControlledHost(**{**given, **options})
     create_app = http_app.create_app
     http_app.create_app = lambda host: add_control(create_app(host), host)
     settings = load_settings()

@@ -6,8 +6,8 @@ The decorators are wired as vLLM's own server wires them; the stub keeps names i
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import model_hosting_container_standards.sagemaker as sagemaker
@@ -16,6 +16,11 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 BASE = "base"
+
+
+def is_directory(path: str) -> bool:
+    """Whether there is one."""
+    return os.path.isdir(path)
 
 
 def create_app() -> FastAPI:
@@ -52,7 +57,7 @@ def create_app() -> FastAPI:
     async def load(request: SimpleNamespace, raw_request: Request) -> Response:
         if request.name in adapters:
             raise HTTPException(400, f"The lora adapter '{request.name}' has already been loaded.")
-        if not Path(request.src).is_dir():
+        if not is_directory(request.src):
             raise HTTPException(404, f"No adapter found for {request.src}")
         adapters[request.name] = request.src
         return Response("Success")

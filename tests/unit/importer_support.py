@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from lorahost.adapters.importer import ImportLimits, ImportReport, import_adapter
 from lorahost.adapters.layout import ModelLayout
+from lorahost.errors import AdapterRejectedError
 
 Deltas = dict[tuple[str, int | None], np.ndarray]
 
@@ -213,3 +215,20 @@ def random_pair(name: str, n_in: int, n_out: int, r: int = 4, seed: int = 0) -> 
         f"{name}.A": rng.standard_normal((r, n_in)).astype(np.float32),
         f"{name}.B": rng.standard_normal((n_out, r)).astype(np.float32),
     }
+
+
+QWEN3_Q = "model.layers.0.self_attn.q_proj"
+QWEN3_EXPERTS = "model.layers.1.mlp.experts"
+GOOD = random_pair(QWEN3_Q, 64, 64)
+
+
+def refused(
+    source: Path, tmp_path: Path, layout: ModelLayout | None = None, limits: ImportLimits = LIMITS
+) -> AdapterRejectedError:
+    """The refusal of `source` for a tiny Qwen3-MoE or `layout`; checks that no trace of a target is left."""
+    out = tmp_path / "out"
+    with pytest.raises(AdapterRejectedError) as e:
+        import_adapter(source, out / "target", layout or make_layout(make_config("Qwen3Moe")), limits)
+    assert not out.exists() or not list(out.iterdir())
+    assert e.value.status in (400, 424)
+    return e.value

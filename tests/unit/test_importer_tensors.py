@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -40,6 +40,7 @@ def torch_bits(values: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", list(TORCH))
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40))
 def test_rounding_is_torch_s(dtype: Dtype, values: list[float]) -> None:
     floats = np.array(EDGES + values, np.float32)
@@ -168,6 +169,7 @@ def test_any_truncation_is_seen(tmp_path: Path) -> None:
         assert e.value.code == "corrupt_safetensors"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_within_the_file(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -56,7 +56,7 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
         assert installed is True
         assert same is True
         assert wrapper == "CpuPunicaWrapper"
-        assert len(patches) == len(set(patches)) == 10
+        assert len(patches) == len(set(patches)) == 11
 
     @pytest.fixture
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,12 @@ def environ(tmp_path: Path) -> Environ:
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """One with a GPU and all that it needs."""
     monkeypatch.setattr(preflight, "engine_package", lambda: ("vllm", preflight.VLLM_VERSION))
     monkeypatch.setattr(preflight, "gpu_count", lambda: 1)
     monkeypatch.setattr(preflight, "driver_version", lambda: "580.65.06")
-    yield monkeypatch
+    return monkeypatch
 
 
 def findings(environ: Environ) -> dict[str, Finding]:

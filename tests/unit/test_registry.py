@@ -101,6 +101,25 @@ async def test_back_to_a_version_that_still_drains(w: World) -> None:
 
 
 @world_test()
+async def test_back_to_a_version_that_is_leaving_waits_for_it(w: World) -> None:
+    await w.registry.register("a", "v1")
+    gate = w.engine.unload_gate = asyncio.get_running_loop().create_future()
+    await w.registry.register("a", "v2")
+    await until(lambda: "unload 1" in w.engine.calls)
+    back = asyncio.create_task(w.registry.register("a", "v1"))
+    await until(lambda: w.tools.calls.count("fetch v1") == 2)
+    await asyncio.sleep(0.01)
+    assert w.engine.seen_ids == [1, 2]
+    gate.set_result(None)
+    assert (await back).digest == digest("v1")
+    assert w.engine.seen_ids == [1, 2, 3]
+    await w.quiet()
+    assert list(w.engine.held) == [3]
+    await w.registry.remove("a", drain_timeout_s=1)
+    assert (w.registry.list(), w.engine.held, w.files()) == (([], None), {}, [])
+
+
+@world_test()
 async def test_lazy_adapters_load_once_at_the_first_request(w: World) -> None:
     record = await w.registry.register("a", "v1", preload=False)
     assert (record.state, record.loaded, w.engine.seen_ids) == ("ready", False, [])

@@ -47,10 +47,11 @@ def is_installed() -> bool:
 
 
 def register_common() -> None:
-    """Patches for every platform: loading adapters in the background, and leaving nothing of a failed load."""
-    from lorahost_kernels.vllm_026 import loading
+    """Patches for every platform: loading in the background, leaving nothing of a failed load, router LoRA."""
+    from lorahost_kernels.vllm_026 import loading, router
 
     loading.apply_patches()
+    router.apply_patches()
     operations["adapter_load"] = "background"
 
 

@@ -33,6 +33,8 @@ COMMON_NAMES: dict[str, str | None] = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": None,
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter": "self lora_request",
     "vllm.lora.model_manager:LoRAModelManager": None,
+    "vllm.lora.layers.base:BaseLayerWithLoRA": None,
+    "vllm.lora.model_manager:LoRAModelManager._create_lora_modules": "self",
     "vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace": "self lora_model",
     "vllm.lora.model_manager:LoRAModelManager._stack_moe_lora_weights": "self lora_model module module_name",
     "vllm.lora.model_manager:LoRAModelManager.list_adapters": "self",
@@ -63,7 +65,6 @@ CPU_NAMES: dict[str, str | None] = {
     "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU.add_lora_logits": (
         "self y x lora_a_stacked lora_b_stacked scale buffer kwargs"
     ),
-    "vllm.lora.layers.base:BaseLayerWithLoRA": None,
     "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": "self punica_wrapper",
     "vllm.lora.layers.utils:_get_lora_device": "base_layer",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA.__init__": "self base_layer",
@@ -98,8 +99,9 @@ COMMON_ATTRIBUTES: dict[str, str] = {
     "vllm.lora.lora_weights:LoRALayerWeights": "lora_a lora_b",
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": "lora_a_stacked lora_b_stacked tp_size",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": (
-        "w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked tp_size"
+        "base_layer w13_lora_a_stacked w13_lora_b_stacked w2_lora_a_stacked w2_lora_b_stacked tp_size"
     ),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": "gate",
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": "lora_manager",
     "vllm.v1.worker.worker_base:WorkerBase": "device model_runner",
 }
@@ -108,7 +110,7 @@ COMMON_ATTRIBUTES: dict[str, str] = {
 CPU_ATTRIBUTES: dict[str, str] = {
     "vllm.lora.layers.base:BaseLayerWithLoRA": "punica_wrapper",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": (
-        "adapter_enabled base_layer device enable_moe_shared_loras local_num_experts moe_config "
+        "adapter_enabled device enable_moe_shared_loras local_num_experts moe_config "
         "n_slices tp_rank _shared_experts _w13_slices"
     ),
     "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": (

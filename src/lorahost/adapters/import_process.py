@@ -44,6 +44,7 @@ async def import_in_process(
     }
     child = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",
         "-m",
         __name__,
         stdin=asyncio.subprocess.PIPE,

@@ -127,11 +127,6 @@ class Preparation:
         """Deletes a directory; what can't be deleted is logged and stays."""
         await self._delete(lambda: shutil.rmtree(path, onerror=_log_failure))
 
-    async def settle(self) -> None:
-        """Waits for the deletions that are under way."""
-        while self._jobs:
-            await asyncio.wait(set(self._jobs))
-
     async def _digest(self, workspace: Workspace, source: Path) -> str:
         return await self._stage(workspace, "check", lambda: self._tools.digest_of(source))
 

@@ -9,7 +9,7 @@ from werkzeug.exceptions import HTTPException
 
 from lorahost.errors import EngineFailedError, HostError, InvalidRequestError
 from lorahost.host import Host
-from lorahost.http import adapters, health, invocations, models
+from lorahost.http import adapters, bedrock, health, invocations, models
 from lorahost.http.bodies import discard_body
 from lorahost.http.exchange import error_head
 
@@ -20,7 +20,7 @@ def create_app(host: Host) -> Flask:
     """An application around a host that has been started, or will be."""
     app = Flask("lorahost", static_folder=None)
     app.url_map.strict_slashes = False
-    for module in (health, invocations, adapters, models):
+    for module in (health, invocations, adapters, models, bedrock):
         module.add_routes(app, host)
     app.register_error_handler(HostError, _host_error)
     app.register_error_handler(HTTPException, _http_error)

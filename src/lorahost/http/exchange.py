@@ -63,9 +63,12 @@ def error_head(error: HostError) -> Head:
 class Reply:
     """The loop's side of one exchange."""
 
-    def __init__(self, head: Future[Head], client: ClientSocket | QueuedStream) -> None:
+    def __init__(
+        self, head: Future[Head], client: ClientSocket | QueuedStream, fault: Callable[[HostError], Head]
+    ) -> None:
         self._head = head
         self._client = client
+        self._fault = fault
         self.plan: StreamPlan | None = None
         self.status: int | None = None
 
@@ -76,7 +79,7 @@ class Reply:
     def fail(self, error: HostError) -> None:
         """Answers with an error: as the whole answer, or as the last event of a stream that has begun."""
         if self.status is None:
-            self._open(error_head(error))
+            self._open(self._fault(error))
         elif self.plan is not None:
             for event in self.plan.error_events(error):
                 self._client.send(event)
@@ -147,6 +150,7 @@ class Exchange:
         sock: The client's connection, if the HTTP server shows it.
         http11: Whether the client speaks HTTP/1.1 and so takes chunks.
         on_done: Called once, from the HTTP thread, when the answer has been sent.
+        fault: How an error looks as a whole answer.
     """
 
     def __init__(
@@ -157,12 +161,14 @@ class Exchange:
         http11: bool,
         stall_s: float,
         on_done: Callable[[], None],
+        fault: Callable[[HostError], Head] = error_head,
     ) -> None:
         self._loop = loop
         self._sock = sock
         self._http11 = http11
         self._stall_s = stall_s
         self._on_done = on_done
+        self._fault = fault
         self._client: ClientSocket | QueuedStream | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -187,7 +193,7 @@ class Exchange:
             else ClientSocket(self._sock, chunked=self._http11, stall_s=self._stall_s)
         )
         self._client = client
-        reply = Reply(head, client)
+        reply = Reply(head, client, self._fault)
         self._task = asyncio.ensure_future(work(reply))
         client.watch(self._task.cancel)
         try:

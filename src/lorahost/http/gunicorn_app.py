@@ -9,13 +9,17 @@ from typing import Any
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
 
 from lorahost.host import KILL_AFTER_S, Host, kill_children
-from lorahost.http.worker import HostWorker, limit_patience
+from lorahost.http.worker import HostLogger, HostWorker, connection_limit, limit_patience
 from lorahost.settings import Settings
 
 SHM = Path("/dev/shm")
 KEEPALIVE_S = 75
+EXIT_WORKER_LOST = 5
+# kept alive between requests, beside those that hold a thread
+IDLE_CONNECTIONS = 1024
 # gunicorn's largest: adapters are registered through the query as well
 LINE_BYTES = 8190
 
@@ -50,7 +54,7 @@ class HostApplication(BaseApplication):
             "workers": 1,
             "worker_class": HostWorker,
             "threads": settings.threads,
-            "worker_connections": settings.threads + 1024,
+            "worker_connections": connection_limit(settings.threads + IDLE_CONNECTIONS),
             "preload_app": False,
             "timeout": 0,
             "graceful_timeout": int(KILL_AFTER_S) + 1,
@@ -61,9 +65,11 @@ class HostApplication(BaseApplication):
             "when_ready": lambda server: limit_patience(server.LISTENERS, settings.client_stall_s),
             "proc_name": "lorahost",
             "accesslog": None,
+            "logger_class": HostLogger,
             "loglevel": "warning",
             "post_worker_init": self._worker_started,
             "worker_int": _quit,
+            "child_exit": _worker_ended,
         }.items():
             self.cfg.set(name, value)
 
@@ -87,6 +93,14 @@ class HostApplication(BaseApplication):
     def run(self) -> None:
         """Serves until a signal; the exit code is the arbiter's."""
         HostArbiter(self).run()
+
+
+def _worker_ended(arbiter: Any, worker: Any) -> None:
+    """A worker that was killed is not replaced: a new one would not know the adapters that SageMaker registered."""
+    stopping = not arbiter.LISTENERS
+    if not stopping:
+        kill_children()
+        raise HaltServer("the worker ended", EXIT_WORKER_LOST)
 
 
 def _quit(worker: Any) -> None:

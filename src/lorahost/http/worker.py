@@ -1,17 +1,20 @@
-"""gunicorn's threaded worker with three changes: JSON for malformed HTTP, pipelined requests, and patience limits."""
+"""How this server differs from gunicorn as it comes: JSON errors and logs, pipelining, limits of patience and files."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import resource
 import socket
 import struct
+import sys
 from collections.abc import Iterable
 from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any
 
+from gunicorn.glogging import Logger
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 
@@ -21,6 +24,26 @@ from lorahost.http.exchange import error_head
 log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 16
 PIECES = 64
+# for the engine, adapters and logs
+OTHER_FILES = 512
+LEAST_CONNECTIONS = 64
+
+
+def connection_limit(wanted: int) -> int:
+    """How many connections may be open: `wanted`, or what the limit of open files leaves, which is raised if it can be.
+
+    One file too many would end the worker, not just the connection.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    allowed = max(LEAST_CONNECTIONS, soft - OTHER_FILES)
+    log.warning("the limit of %d open files allows %d connections instead of %d", soft, allowed, wanted)
+    return allowed
 
 
 def limit_patience(listeners: Iterable[Any], seconds: float) -> None:
@@ -59,6 +82,23 @@ class HostWorker(ThreadWorker):
         with contextlib.suppress(OSError):
             client.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + head.body)
             _discard_received(client)
+
+
+class HostLogger(Logger):
+    """gunicorn's messages go where all others go, as JSON lines."""
+
+    def setup(self, cfg: Any) -> None:
+        """No handlers of its own."""
+        self.error_log.handlers.clear()
+        self.error_log.propagate = True
+        self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
+
+    def exception(self, msg: str, *args: Any, **kwargs: Any) -> None:
+        """A client without patience is no fault of ours and needs no traceback."""
+        if isinstance(sys.exc_info()[1], BlockingIOError):
+            self.error_log.warning("a client stopped sending or reading; its connection is closed")
+        else:
+            super().exception(msg, *args, **kwargs)
 
 
 def _pipelined(conn: Any) -> bool:

@@ -146,7 +146,7 @@ def parse(
         action = schema.session_action(data, forwarded_stream)
         return Invocation(**common, calls=(), format="json", stream=False, session_action=action)
     stream = _stream(data, forwarded_stream)
-    deadline_s = _deadline(data, attributes, settings)
+    deadline_s = deadline(data, attributes, settings)
     plan: lmi.LmiPlan | None = None
     if kind == "lmi":
         bodies, plan = lmi.calls(
@@ -159,7 +159,7 @@ def parse(
         )
         calls = tuple(Call(plan.api, one) for one in bodies)
     else:
-        calls = (Call("chat" if kind == "chat" else "completions", _openai_body(data, stream)),)
+        calls = (Call("chat" if kind == "chat" else "completions", openai_body(data, stream)),)
     return Invocation(
         **common,
         calls=calls,
@@ -179,7 +179,12 @@ def _stream(data: Json, forwarded_stream: bool) -> bool:
     return value
 
 
-def _openai_body(data: Json, stream: bool) -> Json:
+def openai_body(data: Json, stream: bool) -> Json:
+    """The engine's part of an OpenAI body, without the host's own fields.
+
+    Raises:
+        InvalidRequestError: `parameters` beside OpenAI's fields, or `stream_options` that are no object.
+    """
     parameters = data.get("parameters")
     if parameters is not None and (not isinstance(parameters, dict) or parameters.keys() - {"adapter_id"}):
         raise invalid(
@@ -187,6 +192,11 @@ def _openai_body(data: Json, stream: bool) -> Json:
             "OpenAI fields stand at the top level",
             param="parameters",
             code="unknown_parameter",
+        )
+    options = data.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise invalid(
+            f"stream_options is {shown(options)}; it must be an object", param="stream_options", code="invalid_type"
         )
     body = {name: value for name, value in data.items() if name not in _OWN_FIELDS}
     body["stream"] = stream
@@ -212,7 +222,12 @@ def _request_id(inference_id: str | None, data: Json) -> str:
     return value
 
 
-def _deadline(data: Json, attributes: Attributes, settings: RequestSettings) -> float | None:
+def deadline(data: Json, attributes: Attributes, settings: RequestSettings) -> float | None:
+    """`deadline_s` of the body, else of the custom attributes, in seconds.
+
+    Raises:
+        InvalidRequestError: not a number above 0 and up to `max_deadline_s`.
+    """
     value: Any = data.get("deadline_s")
     field_name = "deadline_s"
     if value is None and attributes.deadline_s is not None:

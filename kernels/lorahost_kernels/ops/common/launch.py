@@ -7,35 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorahost_kernels.configs import SCAN_LIMIT, ExpandConfig, OpConfig, ShrinkConfig, default_config
-from lorahost_kernels.ops.common.device import LIST, PAIR, SCAN
+from lorahost_kernels.configs import (
+    ExpandConfig,
+    ShrinkConfig,
+    block_r,
+    cdiv,
+    expand_config,
+    next_pow2,
+    shrink_config,
+)
+from lorahost_kernels.ops.common.device import LIST, PAIR
 from lorahost_kernels.ops.common.routing import Routing, check_weights, expert_stride
 
-MODES = {"pair": PAIR.value, "scan": SCAN.value, "list": LIST.value}
-MAX_COUNTERS = 4 * SCAN_LIMIT
-_counters: dict[torch.device, Tensor] = {}
-
-
-def counters_for(device: torch.device) -> Tensor:
-    """The device's zeroed arrival counters; every fused launch leaves them at zero. One stream at a time."""
-    if device not in _counters:
-        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-    return _counters[device]
-
-
-def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
-    return -(-a // b)
-
-
-def next_pow2(n: int) -> int:
-    """Smallest power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def block_r(rank: int) -> int:
-    """Rank padded to what the tensor cores take."""
-    return max(16, next_pow2(rank))
+MODES = {"pair": PAIR.value, "list": LIST.value}
 
 
 def even_chunk(total: int, pieces: int) -> int:
@@ -50,8 +34,6 @@ def tiles_of(routing: Routing, mode: str, block_m: int) -> int:
             have = None if routing.work is None else routing.work.block_m
             raise ValueError(f"mode list needs a work list of block_m={block_m}, have {have}")
         return routing.work.max_tiles
-    if mode == "scan" and routing.num_pairs > SCAN_LIMIT:
-        raise ValueError(f"mode scan takes up to {SCAN_LIMIT} pairs, got {routing.num_pairs}")
     return routing.num_pairs
 
 
@@ -72,7 +54,6 @@ def routing_args(routing: Routing, mode: str, num_slots: int) -> dict[str, Any]:
         "TOPK": routing.topk,
         "HAS_EXPERTS": routing.topk_ids is not None,
         "MODE": MODES[mode],
-        "BLOCK_P": max(64, next_pow2(routing.num_pairs)) if mode == "scan" else 16,
     }
 
 
@@ -119,7 +100,7 @@ def shrink_args(
         "STEPS": steps,
         "STAGES": config.num_stages,
         "EVEN_K": chunk == steps * config.block_k and k == chunk * splits,
-        "EVEN_RANKS": ranks * parts == rank,
+        "EVEN_R": ranks * parts == rank,
         "ATOMIC": config.atomic,
     }
     programs = tiles_of(routing, config.mode, config.block_m) * len(lora_a) * splits * parts
@@ -144,9 +125,7 @@ def expand_args(
     if tuple(y.shape[:-1]) != lead or y.shape[-1] < max(ends) or y.stride(-1) != 1:
         raise ValueError(f"y: want {(*lead, max(ends))} with contiguous columns, got {tuple(y.shape)}")
     if tuple(h.shape[1:]) != (routing.num_pairs, len(lora_b), rank) or not h.is_contiguous():
-        raise ValueError(
-            f"h: want (splits, {routing.num_pairs}, {len(lora_b)}, {rank}), got {tuple(h.shape)}"
-        )
+        raise ValueError(f"h: want (splits, {routing.num_pairs}, {len(lora_b)}, {rank}), got {tuple(h.shape)}")
     if any(w.stride(2) != b.stride(2) or w.shape[3] != rank for w in lora_b):
         raise ValueError("lora_b: all slices must have one rank and one row stride")
     width = config.block_n * config.steps
@@ -174,22 +153,16 @@ def expand_args(
         "BLOCK_M": config.block_m,
         "BLOCK_R": block_r(rank),
         "BLOCK_N": config.block_n,
-        "E_STEPS": config.steps,
-        "E_STAGES": config.num_stages,
+        "STEPS": config.steps,
+        "STAGES": config.num_stages,
         "GROUP": config.group,
         "EVEN_N": chunk == width and all(n % chunk == 0 for n in sizes),
         "EVEN_R": block_r(rank) == rank,
         "ADD": add_inputs,
+        "PREFETCH": config.prefetch and y.is_cuda,
     }
     tiles = cdiv(tiles_of(routing, config.mode, config.block_m), config.group) * config.group
     return {**routing_args(routing, config.mode, b.shape[0]), **args}, tiles * chunks
-
-
-def check_fused(config: OpConfig) -> None:
-    """Raises ValueError where the two halves can't share a launch."""
-    s, e = config.shrink, config.expand
-    if (s.mode, s.block_m, s.num_warps) != (e.mode, e.block_m, e.num_warps) or s.atomic or e.group != 1:
-        raise ValueError(f"a fused launch needs one mode, block_m and num_warps, got {s} and {e}")
 
 
 def empty_hidden(splits: int, routing: Routing, slices: int, rank: int, device: torch.device) -> Tensor:
@@ -204,14 +177,9 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def launch_options(on: Tensor, config: ShrinkConfig | ExpandConfig) -> dict[str, Any]:
-    """How the kernel is launched and what it may use on the device of `on`."""
+    """How the kernel is launched on the device of `on`."""
     pdl = config.pdl and has_pdl(on.device)
-    return {
-        "PREFETCH": config.prefetch and on.is_cuda,
-        "PDL": pdl,
-        "num_warps": config.num_warps,
-        "launch_pdl": pdl,
-    }
+    return {"PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl}
 
 
 def run_shrink(
@@ -248,43 +216,15 @@ def run_expand(
         kernel[(programs,)](**args, **launch_options(y, config))
 
 
-def run_fused(
-    kernel: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a: Sequence[Tensor],
-    lora_b: Sequence[Tensor],
-    routing: Routing,
-    columns: Sequence[int],
-    rows_are_pairs: bool,
-    add_inputs: bool,
-    config: OpConfig,
-) -> None:
-    """Shrink and expand in one launch; y changes in place."""
-    check_fused(config)
-    s_args, splits, s_programs = shrink_args(x, lora_a, routing, rows_are_pairs, config.shrink)
-    h = empty_hidden(splits, routing, len(lora_a), lora_a[0].shape[2], x.device)
-    e_args, e_programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config.expand)
-    tiles = tiles_of(routing, config.shrink.mode, config.shrink.block_m)
-    if tiles * len(lora_a) > MAX_COUNTERS:
-        raise ValueError(f"a fused launch takes up to {MAX_COUNTERS} tiles, got {tiles * len(lora_a)}")
-    if s_programs:
-        kernel[(s_programs + e_programs,)](
-            **{**e_args, **s_args},
-            counters=counters_for(x.device),
-            total_shrink=s_programs,
-            PREFETCH_B=config.prefetch_b and x.is_cuda and lora_b[0].is_contiguous(),
-            **launch_options(x, config.shrink),
-        )
+def default_shrink(routing: Routing, lora_a: Sequence[Tensor]) -> ShrinkConfig:
+    """The default tiles of this batch's shrink: by pairs where the routing has no work list."""
+    slots, _, rank, k = lora_a[0].shape
+    block_m = None if routing.work is None else routing.work.block_m
+    return shrink_config(routing.num_pairs, slots * routing.num_experts, rank, k, len(lora_a), block_m)
 
 
-def default_for(routing: Routing, lora_a: Tensor | None, lora_b: Tensor | None = None) -> OpConfig:
-    """The default tiles for this batch; whichever of A and B is missing doesn't shape the half that is asked."""
-    some = lora_a if lora_a is not None else lora_b
-    if some is None:
-        raise ValueError("default_for needs lora_a or lora_b")
-    rank = lora_a.shape[2] if lora_a is not None else some.shape[3]
-    k = lora_a.shape[3] if lora_a is not None else 0
-    n = lora_b.shape[2] if lora_b is not None else 0
-    groups = some.shape[0] * routing.num_experts
-    return default_config(routing.num_pairs, groups, rank, max(k, 1), max(n, 1))
+def default_expand(routing: Routing, lora_b: Sequence[Tensor]) -> ExpandConfig:
+    """The default tiles of this batch's expand."""
+    slots, _, n, rank = lora_b[0].shape
+    block_m = None if routing.work is None else routing.work.block_m
+    return expand_config(routing.num_pairs, slots * routing.num_experts, rank, n, len(lora_b), block_m)

@@ -8,9 +8,7 @@ from torch import Tensor
 from lorahost_kernels.ops.common.routing import Routing, pair_keys
 
 
-def shrink(
-    x: Tensor, lora_a: Sequence[Tensor], routing: Routing, rows_are_pairs: bool, compute: torch.dtype
-) -> Tensor:
+def shrink(x: Tensor, lora_a: Sequence[Tensor], routing: Routing, rows_are_pairs: bool, compute: torch.dtype) -> Tensor:
     """(1, pairs, slices, r): x row of each pair times A of its slot and expert; zero where there is no work."""
     keys = pair_keys(routing, lora_a[0].shape[0])
     rank = lora_a[0].shape[2]

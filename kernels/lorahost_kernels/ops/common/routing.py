@@ -41,13 +41,9 @@ class Routing:
     def __post_init__(self) -> None:
         ids, weights = self.topk_ids, self.topk_weights
         if ids is not None and (ids.dim() != 2 or ids.shape[0] != self.num_tokens or not ids.is_contiguous()):
-            raise ValueError(
-                f"topk_ids must be contiguous (tokens={self.num_tokens}, topk), got {tuple(ids.shape)}"
-            )
+            raise ValueError(f"topk_ids must be contiguous (tokens={self.num_tokens}, topk), got {tuple(ids.shape)}")
         if weights is not None and (ids is None or weights.shape != ids.shape or not weights.is_contiguous()):
-            raise ValueError(
-                f"topk_weights must match topk_ids and be contiguous, got {tuple(weights.shape)}"
-            )
+            raise ValueError(f"topk_weights must match topk_ids and be contiguous, got {tuple(weights.shape)}")
         if ids is None and self.num_experts != 1:
             raise ValueError(f"num_experts={self.num_experts} needs topk_ids")
 
@@ -70,9 +66,7 @@ class Routing:
 def pair_keys(routing: Routing, num_slots: int) -> Tensor:
     """int64 (pairs,): slot * num_experts + expert, -1 where a pair has no LoRA work. Reference, in torch."""
     slots = routing.token_slots.to(torch.int64).repeat_interleave(routing.topk)
-    experts = (
-        torch.zeros_like(slots) if routing.topk_ids is None else routing.topk_ids.reshape(-1).to(torch.int64)
-    )
+    experts = torch.zeros_like(slots) if routing.topk_ids is None else routing.topk_ids.reshape(-1).to(torch.int64)
     alive = (slots >= 0) & (slots < num_slots) & (experts >= 0) & (experts < routing.num_experts)
     enabled = routing.adapter_enabled[slots.clamp(0, num_slots - 1)] != 0
     return torch.where(alive & enabled, slots * routing.num_experts + experts, -1)
@@ -84,9 +78,7 @@ def check_weights(name: str, weights: Sequence[Tensor], routing: Routing, dtype:
         raise ValueError(f"{name}: 1 to 4 slices are supported, got {len(weights)}")
     for w in weights:
         if w.dim() != 4 or w.shape[1] not in (1, routing.num_experts):
-            raise ValueError(
-                f"{name}: want (slots, experts={routing.num_experts}, *, *), got {tuple(w.shape)}"
-            )
+            raise ValueError(f"{name}: want (slots, experts={routing.num_experts}, *, *), got {tuple(w.shape)}")
         if w.stride(3) != 1:
             raise ValueError(f"{name}: the last dimension must be contiguous, got strides {w.stride()}")
         if w.dtype != dtype:

@@ -1,34 +1,23 @@
-"""The shrink program: one tile of pairs times one part of K, for one slice of A."""
+"""The shrink program: one tile of pairs, some ranks and one part of K, for one slice of A."""
 
 import triton
 import triton.language as tl
 
-from lorahost_kernels.ops.common.device import (
-    PAIR,
-    l2_prefetch,
-    pdl_wait,
-    pick,
-    prefetch_share,
-    tile_rows,
-)
+from lorahost_kernels.ops.common.device import LIST, PAIR, pdl_wait, pick, tile_rows
 
 
 @triton.jit
 def shrink_row(
     x_row, a, h_row, first_k, last_k, first_r, R, stride_ar, RANKS: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_RANKS: tl.constexpr, ATOMIC: tl.constexpr,
-    PDL: tl.constexpr, b, b_elements, share, SHARES: tl.constexpr, PREFETCH_B: tl.constexpr,
+    STEPS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, ATOMIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h_row[r] = sum over [first_k, last_k) of x_row[k] * a[r, k], one row, RANKS ranks, on CUDA cores.
-
-    PREFETCH_B: asks for this program's share of B on the way.
-    """
+    """h_row[r] = sum over [first_k, last_k) of x_row[k] * a[r, k]: one row, RANKS ranks, on the CUDA cores."""
     ranks = first_r + tl.arange(0, RANKS)
     acc = tl.zeros([RANKS, BLOCK_K], tl.float32)
     for step in tl.static_range(STEPS):
         cols = first_k + step * BLOCK_K + tl.arange(0, BLOCK_K)
         pointers = a + ranks[:, None] * stride_ar + cols[None, :]
-        if EVEN_K and EVEN_RANKS:
+        if EVEN_K and EVEN_R:
             w = tl.load(pointers)
         elif EVEN_K:
             w = tl.load(pointers, mask=ranks[:, None] < R, other=0.0)
@@ -36,8 +25,6 @@ def shrink_row(
             w = tl.load(pointers, mask=(ranks[:, None] < R) & (cols[None, :] < last_k), other=0.0)
         # the weights are on their way before the activations are known to be there
         if step == 0:
-            if PREFETCH_B:
-                prefetch_share(b, b_elements, share, SHARES)
             pdl_wait(PDL)
         if EVEN_K:
             v = tl.load(x_row + cols)
@@ -55,19 +42,12 @@ def shrink_row(
 def shrink_tile(
     x_rows, row_mask, a, h_rows, first_k, last_k, R, stride_ar, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_R: tl.constexpr, ATOMIC: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-    b, b_elements, share, SHARES: tl.constexpr, PREFETCH_B: tl.constexpr,
+    EVEN_R: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """The same for BLOCK_M rows (pointers to their first element) on the tensor cores."""
+    """The same for BLOCK_M rows (pointers to their first element) and all ranks, on the tensor cores."""
     ranks = tl.arange(0, BLOCK_R)
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     a_rows = a + ranks * stride_ar
-    if PREFETCH:
-        lines = first_k + tl.arange(0, triton.next_power_of_2(STEPS * BLOCK_K // 64)) * 64
-        l2_prefetch(a_rows[:, None] + tl.minimum(lines, last_k - 1)[None, :])
-    if PREFETCH_B:
-        prefetch_share(b, b_elements, share, SHARES)
-    pdl_wait(PDL)
     for step in tl.range(STEPS, num_stages=STAGES):
         cols = first_k + step * BLOCK_K + tl.arange(0, BLOCK_K)
         x_ptrs = x_rows[:, None] + cols[None, :]
@@ -96,26 +76,27 @@ def shrink_program(
     pid, x, a0, a1, a2, a3, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table,
     num_pairs, max_tiles, num_slots, num_experts, K, R, chunk_k,
     stride_x, stride_al, stride_ae, stride_ar,
-    b0, b1, b2, b3, n0, n1, n2, n3, stride_bl0, stride_bl1, stride_bl2, stride_bl3, stride_be,
     TOPK: tl.constexpr, X_TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, MODE: tl.constexpr,
     SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     RANKS: tl.constexpr, RANK_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_P: tl.constexpr, EVEN_K: tl.constexpr, EVEN_RANKS: tl.constexpr,
-    ATOMIC: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_B: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, ATOMIC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes h[split, pair, slice, :R] (fp32) for the pairs of one tile; returns (tile, slice, key).
+    """Writes h[split, pair, slice, ranks] (fp32) for the pairs of one tile.
 
-    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs. PREFETCH_B: the programs
-    of a tile also ask for the B that the expand programs of the same launch will read; without it b0 to
-    stride_be are ignored.
+    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs. Under PDL the routing
+    tensors of a PAIR program are read before the wait; the launch before this one must not write them.
     """
     rank_part = pid % RANK_PARTS
     split = (pid // RANK_PARTS) % SPLITS
     part = (pid // (RANK_PARTS * SPLITS)) % SLICES
     tile = pid // (RANK_PARTS * SPLITS * SLICES)
+    if MODE == LIST:
+        # the launch before this one may be the one that builds the list
+        pdl_wait(PDL)
     key, rows, row_mask = tile_rows(
         topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, tile, num_pairs, max_tiles,
-        num_slots, num_experts, TOPK, HAS_EXPERTS, MODE, BLOCK_M, BLOCK_P,
+        num_slots, num_experts, TOPK, HAS_EXPERTS, MODE, BLOCK_M,
     )  # fmt: skip
     if key >= 0:
         slot = (key // num_experts).to(tl.int64)
@@ -124,25 +105,15 @@ def shrink_program(
         first_k = split * chunk_k
         last_k = tl.minimum(first_k + chunk_k, K)
         h_base = h + (split.to(tl.int64) * num_pairs * SLICES + part) * R if not ATOMIC else h + part * R
-        b = b0
-        b_elements = 0
-        if PREFETCH_B:
-            stride_bl = pick(part, stride_bl0, stride_bl1, stride_bl2, stride_bl3, SLICES)
-            b = pick(part, b0, b1, b2, b3, SLICES) + slot * stride_bl + expert * stride_be
-            b_elements = pick(part, n0, n1, n2, n3, SLICES) * R
-        share = split * RANK_PARTS + rank_part
         if MODE == PAIR:
             x_row = x + (tile // X_TOPK).to(tl.int64) * stride_x
             h_row = h_base + tile.to(tl.int64) * SLICES * R
             shrink_row(x_row, a, h_row, first_k, last_k, rank_part * RANKS, R, stride_ar, RANKS, BLOCK_K,
-                       STEPS, EVEN_K, EVEN_RANKS, ATOMIC, PDL, b, b_elements, share, SPLITS * RANK_PARTS,
-                       PREFETCH_B)  # fmt: skip
+                       STEPS, EVEN_K, EVEN_R, ATOMIC, PDL)  # fmt: skip
         else:
             x_rows = x + (rows // X_TOPK).to(tl.int64) * stride_x
             h_rows = h_base + rows.to(tl.int64) * SLICES * R
             shrink_tile(x_rows, row_mask, a, h_rows, first_k, last_k, R, stride_ar, BLOCK_M, BLOCK_R, BLOCK_K,
-                        STEPS, STAGES, EVEN_K, EVEN_RANKS, ATOMIC, PREFETCH, PDL, b, b_elements, share,
-                        SPLITS * RANK_PARTS, PREFETCH_B)  # fmt: skip
-    else:
+                        STEPS, STAGES, EVEN_K, EVEN_R, ATOMIC)  # fmt: skip
+    elif MODE == PAIR:
         pdl_wait(PDL)
-    return tile, part, key

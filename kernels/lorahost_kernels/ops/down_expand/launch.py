@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ExpandConfig
-from lorahost_kernels.ops.common.launch import default_for, run_expand
+from lorahost_kernels.ops.common.launch import default_expand, run_expand
 from lorahost_kernels.ops.common.routing import Routing, slice_columns
 from lorahost_kernels.ops.down_expand.kernel import down_expand_kernel
 
@@ -23,7 +23,5 @@ def down_expand(
 
     y changes in place, only in rows with LoRA work; slice i starts at columns[i], by default right after slice i - 1.
     """
-    config = config or default_for(routing, None, lora_b[0]).expand
-    run_expand(
-        down_expand_kernel, y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, config
-    )
+    config = config or default_expand(routing, lora_b)
+    run_expand(down_expand_kernel, y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ExpandConfig
-from lorahost_kernels.ops.common.launch import default_for, run_expand
+from lorahost_kernels.ops.common.launch import default_expand, run_expand
 from lorahost_kernels.ops.common.routing import Routing, slice_columns, unweighted
 from lorahost_kernels.ops.gate_up_expand.kernel import gate_up_expand_kernel
 
@@ -23,7 +23,7 @@ def gate_up_expand(
 
     y changes in place, only in rows with LoRA work; slice i starts at columns[i], by default right after slice i - 1.
     """
-    config = config or default_for(routing, None, lora_b[0]).expand
+    config = config or default_expand(routing, lora_b)
     run_expand(
         gate_up_expand_kernel,
         y,

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ShrinkConfig
-from lorahost_kernels.ops.common.launch import default_for, run_shrink
+from lorahost_kernels.ops.common.launch import default_shrink, run_shrink
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.gate_up_shrink.kernel import gate_up_shrink_kernel
 
 
-def gate_up_shrink(
-    x: Tensor, lora_a: Sequence[Tensor], routing: Routing, config: ShrinkConfig | None = None
-) -> Tensor:
+def gate_up_shrink(x: Tensor, lora_a: Sequence[Tensor], routing: Routing, config: ShrinkConfig | None = None) -> Tensor:
     """x (tokens, hidden) times lora_a: 1 or 2 tensors (slots, experts, r, hidden).
 
     Returns fp32 partial sums (splits, pairs, slices, r); rows without LoRA work are not written.
     """
-    config = config or default_for(routing, lora_a[0]).shrink
+    config = config or default_shrink(routing, lora_a)
     return run_shrink(gate_up_shrink_kernel, x, lora_a, routing, False, config)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lorahost_kernels.ops.common.launch import cdiv, next_pow2
+from lorahost_kernels.configs import cdiv, max_tiles, next_pow2
+from lorahost_kernels.ops.common.launch import has_pdl
 from lorahost_kernels.ops.common.routing import Routing, WorkList
 from lorahost_kernels.ops.work_list.kernel import count_kernel, place_kernel, scan_kernel
 
@@ -21,14 +22,15 @@ def counts_for(device: torch.device) -> Tensor:
     return _counts[device]
 
 
-def build_work_list(routing: Routing, num_slots: int, block_m: int, pdl: bool = False) -> Routing:
+def build_work_list(routing: Routing, num_slots: int, block_m: int, pdl: bool = True) -> Routing:
     """The routing with its work list of `block_m`-row tiles. Raises ValueError above MAX_GROUPS groups."""
     groups = num_slots * routing.num_experts
     if groups > MAX_GROUPS:
         raise ValueError(f"slots * experts = {groups} is over the work list's limit of {MAX_GROUPS}")
     pairs, device = routing.num_pairs, routing.token_slots.device
-    max_tiles = min(pairs, pairs // block_m + min(groups, pairs))
-    sizes = (4 * groups, 1 + 3 * max_tiles, pairs)
+    tiles = max_tiles(pairs, groups, block_m)
+    pdl = pdl and has_pdl(device)
+    sizes = (4 * groups, 1 + 3 * tiles, pairs)
     buffer = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     group_table, tile_table, sorted_pairs = buffer.split(sizes)
     counts = counts_for(device)
@@ -44,7 +46,7 @@ def build_work_list(routing: Routing, num_slots: int, block_m: int, pdl: bool = 
     )  # fmt: skip
     if pairs:
         place_kernel[grid](
-            *args, group_table, sorted_pairs, tile_table, pairs, max_tiles, groups, num_slots,
+            *args, group_table, sorted_pairs, tile_table, pairs, tiles, groups, num_slots,
             routing.num_experts, **shape, BLOCK_M=block_m, launch_pdl=pdl,
         )  # fmt: skip
-    return replace(routing, work=WorkList(sorted_pairs, tile_table, max_tiles, block_m))
+    return replace(routing, work=WorkList(sorted_pairs, tile_table, tiles, block_m))

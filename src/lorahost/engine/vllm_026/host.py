@@ -61,9 +61,11 @@ class VllmHost:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from lorahost.engine.vllm_026.progress import Progress, progress_logger
+        from lorahost.engine.vllm_026.signatures import check_signatures
 
         if vllm.__version__.split("+")[0] != VLLM_VERSION:
             raise UnavailableError(f"vllm is {vllm.__version__}; this server is built for {VLLM_VERSION}")
+        check_signatures()
         args = arguments.parse(self._line)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         self._progress = Progress()

@@ -1,0 +1,1 @@
+"""Bedrock's runtime API in terms of OpenAI calls: pure functions, without HTTP and without an engine."""

@@ -1,0 +1,23 @@
+"""Without a GPU the kernels run in Triton's interpreter, which is chosen while they are imported."""
+
+import importlib
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    # gluon: the interpreter imports it on first use, and that import asks for the variable again
+    for name in ("triton.experimental.gluon", "lorahost_kernels.ops.layer", "lorahost_kernels.ops.work_list.launch"):
+        importlib.import_module(name)
+    del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture
+def poisoned_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums that nobody wrote are NaN, so that reading one shows."""
+    from lorahost_kernels.ops.common import launch
+
+    empty = launch.empty_hidden
+    monkeypatch.setattr(launch, "empty_hidden", lambda *a: empty(*a).fill_(float("nan")))
