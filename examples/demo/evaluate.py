@@ -26,7 +26,7 @@ PROMPTS = (
 
 
 def answers(model: Any, tokenizer: Any, prompts: Sequence[str], **sampling: Any) -> list[str]:
-    """The answers to `prompts`, each a chat of its own; greedy unless `sampling` says otherwise."""
+    """The answers to `prompts`, each a chat; greedy unless `sampling` says otherwise. Pads on the left."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True

@@ -91,7 +91,7 @@ class _Plan:
             )
             log.info("adapter capacity", extra=fits.facts())
             # one more than may be registered: a new version loads beside the one it replaces
-            lora = LoraDefaults(fits.slots, fits.adapters + 1, rank)
+            lora = LoraDefaults(fits.slots, fits.adapters + 1, rank, layout.engine_suffixes)
         return VllmHost(model=self._model, base_name=self._base_name, tokens=self._tokens, lora=lora)
 
     def _registry(self, engine: EngineHost, info: EngineInfo) -> AdapterRegistry:

@@ -19,7 +19,7 @@ ENGINE_ENV = {
     "LORAHOST_BASE_NAME": "tiny",
     "SM_VLLM_DTYPE": "float32",
     "SM_VLLM_MAX_LORAS": "2",
-    "SM_VLLM_MAX_MODEL_LEN": "256",
+    "SM_VLLM_MAX_MODEL_LEN": "512",
     "SM_VLLM_MAX_NUM_SEQS": "16",
     "HF_HUB_OFFLINE": "1",
 }

@@ -166,10 +166,10 @@ def test_structured_output_is_vllms_own(server: Server) -> None:
 
 
 def test_a_prompt_that_is_too_long_names_the_counts(server: Server) -> None:
-    answer = server.invoke({"prompt": [65] * 300, "max_tokens": 5}, "bob")
+    answer = server.invoke({"prompt": [65] * 600, "max_tokens": 5}, "bob")
     assert answer.status == 400
-    assert "300" in answer.error["message"]
-    assert "256" in answer.error["message"]
+    assert "600" in answer.error["message"]
+    assert "512" in answer.error["message"]
 
 
 def test_a_bad_field_is_named_with_its_value(server: Server) -> None:
@@ -191,13 +191,15 @@ def test_the_openai_client_streams_from_an_adapter_by_its_name(server: Server) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_place_within_a_second(server: Server, stream: bool) -> None:
-    wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 10)
+    wait_for(lambda: server.metric("lorahost_running") == 0, 10)
+    before = server.metric("lorahost_aborted_total")
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": stream})
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 490, "ignore_eos": True, "stream": stream})
     connection.request("POST", "/invocations", body, {"Content-Type": "application/json", ADAPTER_HEADER: "cy"})
-    wait_for(lambda: server.metric("lorahost_running") == 1, 10)
+    time.sleep(0.1)
     connection.close()
-    wait_for(lambda: server.metric("lorahost_running") == 0, 1.0, "the abort")
+    wait_for(lambda: server.metric("lorahost_aborted_total") == before + 1, 1.0, "the abort")
+    wait_for(lambda: server.metric("lorahost_running") == 0, 1.0)
     wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 5)
 
 

@@ -56,9 +56,9 @@ class Inputs:
 CASES = (
     Case("random mix of base rows and adapters"),
     Case("one token", tokens=1, slots_of=lambda m: [1]),
-    Case("one adapter", tokens=17, slots_of=lambda m: [2] * m),
+    Case("one adapter", tokens=9, slots_of=lambda m: [2] * m),
     Case("all pairs distinct", tokens=3, topk=1, slots_of=lambda m: [0, 1, 2]),
-    Case("every pair on one expert", tokens=20, topk=1, slots_of=lambda m: [0] * m, experts_of=lambda m, k: [[1]] * m),
+    Case("every pair on one expert", tokens=18, topk=1, rank=4, slices=1, slots_of=lambda m: [0] * m, experts_of=lambda m, k: [[1]] * m),
     Case("base rows only", slots_of=lambda m: [-1] * m),
     Case("padded tail with stale slots", tokens=6, slots_of=lambda m: [0, 1, 2, 3, 7, 99]),
     Case("expert -1 on another rank", tokens=4, experts_of=lambda m, k: [[-1, 2], [0, -1], [-1, -1], [1, 3]]),
@@ -72,8 +72,8 @@ CASES = (
     Case("rank 1", rank=1),
     Case("rank 4", rank=4),
     Case("rank 16", rank=16),
-    Case("rank 64", rank=64, tokens=3),
-    Case("rank 256", rank=256, tokens=2, experts=2),
+    Case("rank 64", rank=64, tokens=1, topk=1),
+    Case("rank 256", rank=256, tokens=1, topk=1, slices=1, hidden=32, width=32),
 )  # fmt: skip
 
 

@@ -15,10 +15,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_workspace")
 OPS = {"gate_up": layer.gate_up, "down": layer.down, "linear": layer.linear}
 # several steps of K and N, several parts of K, and the switches that the defaults leave off
 VARIANTS = {
-    "pair defaults": None,
     "pair steps": (ShrinkConfig("pair", block_k=16, split_k=2, ranks=4), ExpandConfig("pair", block_n=16, steps=2)),
     "pair atomic": (ShrinkConfig("pair", block_k=32, split_k=3, atomic=True), ExpandConfig("pair", block_n=32)),
-    "list defaults": None,
     "list steps": (ShrinkConfig("list", block_k=16, split_k=2), ExpandConfig("list", block_n=16, steps=2, group=2)),
     "list atomic": (ShrinkConfig("list", block_k=32, split_k=2, atomic=True), ExpandConfig("list", block_n=32)),
 }  # fmt: skip
@@ -43,47 +41,53 @@ def check(op: str, i: Inputs, dtype: torch.dtype, configs: layer.Configs | None,
     assert error < TOLERANCE[dtype], f"{op}: error {error:.1e} against a limit of {TOLERANCE[dtype]:.0e}"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+MODES = pytest.mark.parametrize("mode", ["pair", "list"])
+
+
+def grouped(inputs: Inputs, mode: str, slots: int, block_m: int = 16) -> Inputs:
+    """The inputs as they are, or with a work list."""
+    return with_work_list(inputs, slots, block_m) if mode == "list" else inputs
+
+
+@MODES
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gate_up(case: Case, variant: str) -> None:
-    inputs = make(case, DTYPES[0], seed=1)
-    if variant.startswith("list"):
-        inputs = with_work_list(inputs, case.slots, 16)
+def test_gate_up(case: Case, mode: str) -> None:
+    check("gate_up", grouped(make(case, DTYPES[0], seed=1), mode, case.slots), DTYPES[0], None)
+
+
+@MODES
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_down(case: Case, mode: str) -> None:
+    check("down", grouped(make(case, DTYPES[1], seed=2, down=True), mode, case.slots), DTYPES[1], None)
+
+
+@MODES
+@pytest.mark.parametrize("case", [c for c in CASES if not c.shared_a and c.rank == 8], ids=str)
+def test_dense(case: Case, mode: str) -> None:
+    check("linear", grouped(make(case, DTYPES[1], seed=3, dense=True), mode, case.slots), DTYPES[1], None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", [c for c in CASES if "random mix" in c.name or "divide" in c.name], ids=str)
+def test_tile_parameters(case: Case, variant: str) -> None:
+    inputs = grouped(make(case, DTYPES[0], seed=4), variant[:4], case.slots)
     check("gate_up", inputs, DTYPES[0], VARIANTS[variant])
 
 
-@pytest.mark.parametrize("variant", ["pair defaults", "list defaults"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_down(case: Case, variant: str) -> None:
-    inputs = make(case, DTYPES[1], seed=2, down=True)
-    if variant.startswith("list"):
-        inputs = with_work_list(inputs, case.slots, 16)
-    check("down", inputs, DTYPES[1], VARIANTS[variant])
-
-
-@pytest.mark.parametrize("variant", ["pair defaults", "list steps"])
-@pytest.mark.parametrize("case", [c for c in CASES if not c.shared_a], ids=str)
-def test_dense(case: Case, variant: str) -> None:
-    inputs = make(case, DTYPES[1], seed=3, dense=True)
-    if variant.startswith("list"):
-        inputs = with_work_list(inputs, case.slots, 16)
-    check("linear", inputs, DTYPES[1], VARIANTS[variant])
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["pair", "list"])
-def test_dense_slices_of_unequal_width(grouped: bool) -> None:
+@MODES
+def test_dense_slices_of_unequal_width(mode: str) -> None:
     inputs = make(Case("qkv", width=96, slices=3, tokens=18), DTYPES[0], seed=4, dense=True)
     inputs.lora_b = [b[:, :, :n] for b, n in zip(inputs.lora_b, (96, 24, 40), strict=True)]
     inputs.columns = [0, 96, 120]
     inputs.y = inputs.y[:, :160]
-    check("linear", with_work_list(inputs, 3, 32) if grouped else inputs, DTYPES[0], None)
+    check("linear", grouped(inputs, mode, 3, 32), DTYPES[0], None)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["pair", "list"])
-def test_output_overwritten_instead_of_added_to(grouped: bool) -> None:
+@MODES
+def test_output_overwritten_instead_of_added_to(mode: str) -> None:
     inputs = make(Case("overwrite", slots_of=lambda m: [0] * m), DTYPES[0], seed=5)
     inputs.y.fill_(float("nan"))
-    check("gate_up", with_work_list(inputs, 3, 16) if grouped else inputs, DTYPES[0], None, add_inputs=False)
+    check("gate_up", grouped(inputs, mode, 3), DTYPES[0], None, add_inputs=False)
 
 
 def test_mixed_ranks_are_zero_padded_rows() -> None:

@@ -133,6 +133,12 @@ class ModelLayout:
         return iter({t.engine: t for t in self.experts.values()}.values())
 
     @property
+    def engine_suffixes(self) -> tuple[str, ...]:
+        """Last components of the engine modules that LoRA can be on; the engine need not wrap any other."""
+        targets = [*self.dense_targets(), *self.expert_targets()]
+        return tuple(sorted({target.engine.rpartition(".")[2] for target in targets}))
+
+    @property
     def module_ids(self) -> frozenset[str]:
         """Every id that `ImportReport.modules` can contain."""
         ids = {t.engine for t in self.dense_targets()}

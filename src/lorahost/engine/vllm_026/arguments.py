@@ -27,6 +27,7 @@ class LoraDefaults:
     max_loras: int
     max_cpu_loras: int
     max_lora_rank: int
+    target_modules: tuple[str, ...] = ()
 
 
 def _flag_names(tokens: Sequence[str]) -> set[str]:
@@ -62,6 +63,9 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
     ):
         if flag not in given:
             line += [flag, str(value)]
+    if lora.target_modules and "--lora-target-modules" not in given:
+        # what no adapter can be on (embeddings, the LM head) is left unwrapped: it would cost memory and launches
+        line += ["--lora-target-modules", *lora.target_modules]
     line += ["--worker-extension-cls", WORKER_EXTENSION]
     if "--additional-config" not in given:
         # part of vLLM's compile-cache key: graphs compiled with other kernels are not reused
