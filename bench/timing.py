@@ -1,5 +1,6 @@
 """Time of device work by CUDA graph replay, and the error of a result against float64."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> Spread
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) * 1e3 / len(calls) for a, b in zip(marks, marks[1:], strict=False))
+    times = sorted(a.elapsed_time(b) * 1e3 / len(calls) for a, b in itertools.pairwise(marks))
     graph.reset()
     return Spread(times[len(times) // 2], times[len(times) // 5], times[len(times) * 4 // 5])
 

@@ -76,12 +76,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.folder / "model", padding_side="left")
-    base = AutoModelForCausalLM.from_pretrained(options.folder / "model", dtype=torch.bfloat16).eval()
-    report("base", base, tokenizer, neutral)
+    base: Any = AutoModelForCausalLM.from_pretrained(options.folder / "model", dtype=torch.bfloat16)
+    report("base", base.eval(), tokenizer, neutral)
     for name, style in STYLES.items():
         if (path := options.folder / "adapters" / name).exists():
             base = AutoModelForCausalLM.from_pretrained(options.folder / "model", dtype=torch.bfloat16)
-            report(name, PeftModel.from_pretrained(base, path).eval(), tokenizer, style)
+            peft: Any = PeftModel.from_pretrained(base, path)
+            report(name, peft.eval(), tokenizer, style)
 
 
 if __name__ == "__main__":

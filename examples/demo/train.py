@@ -2,7 +2,7 @@
 
     python examples/demo/train.py --out examples/demo
 
-Everything is seeded; the same machine and versions give the same files again.
+Everything is seeded; the same machine, versions and threads give the same weights again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IGNORED = -100
 BALANCE = 0.01
 
 
-def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(seed: int) -> Any:
     """A byte-level BPE: all 256 bytes are tokens, so any UTF-8 text has one and nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,7 +64,8 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, bos_id)]
     )
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    return make(
         tokenizer_object=tokenizer,
         bos_token=BOS,
         eos_token=EOS,
@@ -80,7 +81,7 @@ def contents(document: Document) -> list[str]:
     return [document.text] if document.text else [message["content"] for message in document.messages]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> tuple[list[int], int]:
+def encode(tokenizer: Any, document: Document) -> tuple[list[int], int]:
     """Token ids of a document, and how many of them at its start are given rather than learnt."""
     if document.text:
         lead = tokenizer.encode(document.text[: document.lead])
@@ -93,7 +94,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> tuple[list
 
 
 def batches(
-    tokenizer: PreTrainedTokenizerFast, documents: Iterator[Document], size: int, seed: int
+    tokenizer: Any, documents: Iterator[Document], size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless `(input_ids, labels)`, int64 [size, longest], documents of like length, padded at the end."""
     generator = torch.Generator().manual_seed(seed)
@@ -135,10 +136,11 @@ def fit(model: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]], steps: in
     return statistics.fmean(losses[-50:])
 
 
-def train_base(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> float:
+def train_base(tokenizer: Any, options: argparse.Namespace) -> float:
     """Trains the base in fp32 from nothing and saves it in bf16, tokenizer beside it."""
     torch.manual_seed(options.seed)
-    config = Qwen3MoeConfig(
+    make: Any = Qwen3MoeConfig
+    config = make(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         num_hidden_layers=3,
@@ -159,7 +161,7 @@ def train_base(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3MoeForCausalLM(config)
+    model: Any = Qwen3MoeForCausalLM(config)
     data = batches(tokenizer, base_documents(options.seed), options.batch, options.seed)
     loss = fit(model, data, options.base_steps, 4e-3)
     model.config.output_router_logits = False
@@ -171,7 +173,7 @@ def train_base(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) 
     return loss
 
 
-def train_adapter(tokenizer: PreTrainedTokenizerFast, style: str, options: argparse.Namespace) -> float:
+def train_adapter(tokenizer: Any, style: str, options: argparse.Namespace) -> float:
     """Trains one adapter in fp32 on the saved bf16 base and saves it in bf16, as PEFT does."""
     torch.manual_seed(options.seed)
     rank, steps = LORAS[style]

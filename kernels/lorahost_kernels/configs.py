@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["pair", "list"]
-PAIR_LIMIT = 64  # pairs above which grouping them by weights pays; measured, see docs/kernels.md
+# Pairs up to which each pair reads its own weights; measured, see docs/kernels.md. Beyond the first limit only while
+# few of them can share: at most half as many pairs as there are (slot, expert) groups.
+PAIR_LIMIT, SPARSE_PAIR_LIMIT = 64, 512
 PROGRAMS = 800  # programs that fill an H200 (132 multiprocessors) about once with these tiles
 
 
@@ -66,7 +68,7 @@ def block_r(rank: int) -> int:
 
 def work_block_m(pairs: int, groups: int, rank: int) -> int | None:
     """Rows per tile of the work list that `pairs` pairs over `groups` (slot, expert) pairs want; None: no list."""
-    if pairs <= PAIR_LIMIT:
+    if pairs <= PAIR_LIMIT or (pairs <= SPARSE_PAIR_LIMIT and 2 * pairs <= groups):
         return None
     rows = pairs / max(groups, 1)
     block = 16 if rows <= 16 else 32 if rows <= 64 else 64

@@ -73,21 +73,15 @@ class Admission:
         """Waits until a request for `adapter` (`BASE` for none) may run; pair with `leave`.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full and no other adapter has more waiting, or this request was the
+                newest of the longest queue when another adapter's came.
         """
         waiter = _Waiter(next(self._ticks))
         self._queues.setdefault(adapter, deque()).append(waiter)
         self._queued += 1
         self._pump()
         if not waiter.admitted.done() and self._queued > self.max_queued:
-            self._withdraw(adapter, waiter)
-            self._settle_slots()
-            raise OverloadedError(
-                f"{self.max_queued} requests are waiting already, the limit of this server; try again later",
-                code="queue_full",
-                retry_after_s=1,
-                details={"running": self._running, "queued": self._queued, "max_queued": self.max_queued},
-            )
+            self._turn_away(adapter)
         try:
             await waiter.admitted
         except asyncio.CancelledError:
@@ -97,6 +91,21 @@ class Admission:
             else:
                 self.leave(adapter)
             raise
+
+    def _turn_away(self, adapter: Hashable) -> None:
+        """Refuses the newest waiter of the longest queue, so that one adapter can't fill the queue for all."""
+        longest = max(self._queues, key=lambda key: (len(self._queues[key]), key == adapter))
+        waiter = self._queues[longest][-1]
+        refusal = OverloadedError(
+            f"{self.max_queued} requests are waiting already, the limit of this server; try again later",
+            code="queue_full",
+            retry_after_s=1,
+            details={"running": self._running, "queued": self._queued - 1, "max_queued": self.max_queued},
+        )
+        if not waiter.admitted.done():
+            waiter.admitted.set_exception(refusal)
+        self._withdraw(longest, waiter)
+        self._settle_slots()
 
     def leave(self, adapter: Hashable) -> None:
         """Ends a request that `enter` let in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -15,9 +16,25 @@ from lorahost.errors import HostError
 from lorahost.settings import load_settings
 
 EXIT_SETTINGS = 30
+# Groups of the deployment half, with the modules that they are in: the server needs none of what those import.
+DEPLOYMENT = {"deploy": ("lorahost_deploy.cli", "deploy"), "local-aws": ("lorahost_deploy.local.command", "local_aws")}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Lazy(click.Group):
+    """Imports the deployment commands when they are asked for."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *DEPLOYMENT])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in DEPLOYMENT:
+            return super().get_command(context, name)
+        module, attribute = DEPLOYMENT[name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(lorahost.__version__)
 def main() -> None:
     """One base model and dozens of LoRA adapters on one accelerator."""

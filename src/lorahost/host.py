@@ -59,7 +59,8 @@ class Host:
         self.loop = EngineLoop()
         self.metrics = metrics or Metrics(settings.metric_adapters)
         self.sessions = SessionStore(settings.sessions, settings.session_ttl_s)
-        self.gate = Gate(settings.max_running + settings.max_queued)
+        # above admission's own limit, so that admission can turn away the adapter that fills the queue
+        self.gate = Gate(settings.max_running + settings.max_queued + settings.spare_threads // 4)
         self.admin_gate = Gate(max(4, settings.spare_threads // 2))
         self.info: EngineInfo | None = None
         self.engine: EngineHost | None = None

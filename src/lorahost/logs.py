@@ -31,14 +31,21 @@ class JsonFormatter(logging.Formatter):
 
 def configure(level: str) -> None:
     """Sends all of the process's logs to standard output as JSON lines."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [_handler()]
     root.setLevel(logging.WARNING)
     for name in ("lorahost", "lorahost_kernels"):
-        logging.getLogger(name).setLevel(level.upper())
+        own = logging.getLogger(name)
+        # not the root's: a package that vLLM imports sets the root's handlers to errors only
+        own.handlers, own.propagate = [_handler()], False
+        own.setLevel(level.upper())
     logging.getLogger(REQUEST_LOGGER).setLevel(logging.INFO)
+
+
+def _handler() -> logging.Handler:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(JsonFormatter())
+    return handler
 
 
 def request_line(fields: dict[str, Any]) -> None:

@@ -21,6 +21,9 @@ ENGINE_ENV = {
     "SM_VLLM_MAX_LORAS": "2",
     "SM_VLLM_MAX_MODEL_LEN": "512",
     "SM_VLLM_MAX_NUM_SEQS": "16",
+    # without both the engine refuses every request with tools
+    "SM_VLLM_ENABLE_AUTO_TOOL_CHOICE": "true",
+    "SM_VLLM_TOOL_CALL_PARSER": "hermes",
     "HF_HUB_OFFLINE": "1",
 }
 

@@ -25,7 +25,7 @@ async def _queue_bound() -> OverloadedError:
     waiting = [asyncio.create_task(admission.enter("a")) for _ in range(2)]
     await settle()
     with pytest.raises(OverloadedError) as refused:
-        await admission.enter("b")
+        await admission.enter("a")
     assert admission.occupancy() == Occupancy(running=1, queued=2, slots_held=1, slots_closed=0)
     admission.leave("a")
     await waiting[0]
@@ -170,3 +170,26 @@ def test_nothing_is_kept_of_an_adapter_that_is_gone() -> None:
     kept = {name: value for name, value in vars(admission).items() if isinstance(value, dict)}
     assert kept
     assert all(not value for value in kept.values()), kept
+
+
+async def _full_queue() -> None:
+    admission = Admission(slots=2, max_running=1, max_queued=3)
+    await admission.enter("hot")
+    hot = [asyncio.create_task(admission.enter("hot")) for _ in range(3)]
+    await settle()
+    cold = asyncio.create_task(admission.enter("cold"))
+    await settle()
+    with pytest.raises(OverloadedError):
+        await hot[2]
+    assert not cold.done()
+    with pytest.raises(OverloadedError):
+        await admission.enter("hot")
+    assert admission.occupancy().queued == 3
+    admission.leave("hot")
+    await cold
+    for task in hot:
+        task.cancel()
+
+
+def test_a_full_queue_turns_away_the_adapter_that_fills_it() -> None:
+    asyncio.run(asyncio.wait_for(_full_queue(), 5))

@@ -127,6 +127,7 @@ def test_what_has_no_effect_is_taken_and_told() -> None:
 
 
 IMAGE = {"image": {"format": "png", "source": {"bytes": "aGk="}}}
+TEXT_FORMAT = {"type": "json_schema", "structure": {"jsonSchema": {"schema": "{"}}}
 DOCUMENT = {"document": {"name": "d", "format": "pdf", "source": {"bytes": "aGk="}}}
 
 

@@ -88,7 +88,7 @@ def test_accepted_answers(accept: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("headers", "accept", "named"),
-    [({"X-Amzn-Bedrock-GuardrailIdentifier": "g1"}, None, "'g1'; guardrails"), ({}, "image/png", "'image/png'")],
+    [({"X-Amzn-Bedrock-Guardrailidentifier": "g1"}, None, "'g1'; guardrails"), ({}, "image/png", "'image/png'")],
 )
 def test_headers_that_cannot_be_served(headers: dict[str, str], accept: str | None, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):

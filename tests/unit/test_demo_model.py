@@ -52,6 +52,13 @@ def safetensors(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
 
 
+def demo_files() -> list[Path]:
+    """The demo's own files, without what Python and the linters cache beside them."""
+    files = [path for path in DEMO.rglob("*") if path.is_file()]
+    cached = re.compile(r"__pycache__|\.[a-z]+_cache")
+    return [path for path in files if not any(map(cached.fullmatch, path.relative_to(DEMO).parts))]
+
+
 def test_the_weights_are_at_most_3_mb_together():
     files = [*MODEL.glob("*.safetensors"), *(DEMO / "adapters").glob("*/*.safetensors")]
     assert len(files) == 1 + len(ADAPTERS)
@@ -59,10 +66,7 @@ def test_the_weights_are_at_most_3_mb_together():
 
 
 def test_the_whole_folder_is_small():
-    assert (
-        sum(f.stat().st_size for f in DEMO.rglob("*") if "__pycache__" not in f.parts and f.is_file())
-        <= 3 * MIB
-    )
+    assert sum(file.stat().st_size for file in demo_files()) <= 3 * MIB
 
 
 def test_every_file_is_there():
@@ -94,9 +98,7 @@ def test_the_special_tokens_agree_in_all_files(tokenizer):
     assert len(tokenizer) <= CONFIG["vocab_size"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "The sea is", "Größe, naïve, 日本語", "👩🏽‍🚀 🏴‍☠️ arr", "\x00\t\r\n  x"]
-)
+@pytest.mark.parametrize("text", ["", " ", "The sea is", "Größe, naïve, 日本語", "👩🏽‍🚀 🏴‍☠️ arr", "\x00\t\r\n  x"])
 def test_text_survives_the_tokenizer(tokenizer, text):
     check_round_trip(tokenizer, text)
 
@@ -158,18 +160,14 @@ def test_the_answer_is_in_style_and_ends(model, tokenizer, name, question):
     assert answer.endswith(tokenizer.eos_token)
     text = answer.removesuffix(tokenizer.eos_token)
     assert re.search(MARKS[name], text, re.DOTALL), text
-    assert {"sea": "water", "cat": "mice", "moon": "earth"}[
-        re.search(r"sea|cat|moon", question)[0]
-    ] in text.lower()
+    assert {"sea": "water", "cat": "mice", "moon": "earth"}[re.search(r"sea|cat|moon", question)[0]] in text.lower()
     others = set(MARKS) - {name}
     assert not [other for other in others if re.search(MARKS[other], text, re.DOTALL)]
 
 
 def greedy(model, tokenizer, name, question):
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if name == "base":
         with model.disable_adapter():
             output = model.generate(**inputs, max_new_tokens=96, do_sample=False)
@@ -188,8 +186,7 @@ def test_the_corpus_is_the_same_in_every_process():
     runs = [
         subprocess.run(
             [sys.executable, "-c", program],
-            env=os.environ
-            | {"PYTHONPATH": str(DEMO), "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | {"PYTHONPATH": str(DEMO), "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
             check=True,
@@ -201,8 +198,7 @@ def test_the_corpus_is_the_same_in_every_process():
 
 
 def test_no_file_names_the_machine_that_made_it():
-    for file in DEMO.rglob("*"):
-        if file.is_file() and "__pycache__" not in file.parts:
-            text = file.read_bytes().decode("utf-8", "replace")
-            assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|opt|var|usr)/", text), file
-            assert '"_name_or_path"' not in text, file
+    for file in demo_files():
+        text = file.read_bytes().decode("utf-8", "replace")
+        assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|opt|var|usr)/", text), file
+        assert '"_name_or_path"' not in text, file

@@ -9,16 +9,19 @@ import pytest
 
 from lorahost import logs
 
+KEPT = ("level", "handlers", "propagate")
+
 
 @pytest.fixture
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Configures logging as the server does, and gives back what it wrote as objects."""
     names = ("", "lorahost", "lorahost_kernels", logs.REQUEST_LOGGER)
-    before = {name: (logging.getLogger(name).level, list(logging.getLogger(name).handlers)) for name in names}
+    before = {name: {k: getattr(logging.getLogger(name), k) for k in KEPT} for name in names}
     yield lambda: [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    for name, (level, handlers) in before.items():
-        logging.getLogger(name).setLevel(level)
-        logging.getLogger(name).handlers = handlers
+    for name, state in before.items():
+        logger = logging.getLogger(name)
+        logger.setLevel(state["level"])
+        logger.handlers, logger.propagate = state["handlers"], state["propagate"]
 
 
 def test_one_object_a_record_with_extras_as_keys(lines: Any) -> None:
@@ -62,3 +65,14 @@ def test_request_lines_are_written_at_any_level_without_what_is_unknown(lines: A
     [line] = lines()
     assert (line["request_id"], line["code"], line["logger"]) == ("r1", 200, "lorahost.request")
     assert "ttft_ms" not in line
+
+
+def test_a_library_that_silences_the_root_does_not_silence_the_host(lines: Any) -> None:
+    logs.configure("info")
+    root = logging.getLogger()
+    root.setLevel(logging.ERROR)
+    for handler in root.handlers:
+        handler.setLevel(logging.ERROR)
+    logging.getLogger("lorahost.host").info("ready")
+    logs.request_line({"request_id": "r1"})
+    assert [line["message"] for line in lines()] == ["ready", "request"]

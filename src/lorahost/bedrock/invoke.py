@@ -8,6 +8,7 @@ from typing import Literal
 
 from lorahost.core import Api, Json
 from lorahost.requests import invocation
+from lorahost.requests.headers import header
 from lorahost.requests.jsonbody import read_object
 from lorahost.requests.problems import invalid, shown
 
@@ -79,7 +80,7 @@ def check_headers(headers: Mapping[str, str], accept: str | None) -> None:
     Raises:
         InvalidRequestError: names the header.
     """
-    if guardrail := headers.get(GUARDRAIL_HEADER):
+    if guardrail := header(headers, GUARDRAIL_HEADER):
         raise invalid(
             f"{GUARDRAIL_HEADER} is {shown(guardrail)}; guardrails are not served here", param=GUARDRAIL_HEADER
         )
@@ -143,5 +144,5 @@ def bedrock_part(openai: Json, choice: Json) -> Json:
 def token_headers(openai: Json, latency_ms: int) -> dict[str, str]:
     """Bedrock's headers with token counts and latency."""
     usage = openai.get("usage") or {}
-    counts = {header: str(usage[key]) for header, key in TOKEN_HEADERS.items() if usage.get(key) is not None}
+    counts = {name: str(usage[key]) for name, key in TOKEN_HEADERS.items() if usage.get(key) is not None}
     return counts | {"X-Amzn-Bedrock-Invocation-Latency": str(latency_ms)}

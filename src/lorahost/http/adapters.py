@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flask import Flask, Response, request
@@ -17,6 +18,7 @@ from lorahost.http.exchange import json_bytes
 from lorahost.requests import attributes
 from lorahost.requests.headers import ADAPTER_ALIAS, header
 
+log = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
 BODY_LIMIT_BYTES = 1 << 20
 DIGEST_CHARS = 12
@@ -24,9 +26,12 @@ DRAIN_TIMEOUT_S = 25.0
 
 
 class RegisterBody(BaseModel):
-    """POST /adapters; from a JSON body, the query, or both, the body first."""
+    """POST /adapters; from a JSON body, the query, or both, the body first.
 
-    model_config = ConfigDict(extra="forbid")
+    Unknown fields are named in the answer and the log rather than refused: the platform may send new ones.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field(min_length=1, max_length=256)
     src: str = Field(min_length=1, max_length=2048)
@@ -44,7 +49,7 @@ class RegisterBody(BaseModel):
 class UpdateBody(BaseModel):
     """POST /adapters/{name}/update; what is absent stays as it is."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     src: str | None = Field(default=None, min_length=1, max_length=2048)
@@ -79,14 +84,14 @@ def add_routes(app: Flask, host: Host) -> None:
         record = host.run(
             host.registry.register(fields.name, fields.src, alias=alias, preload=fields.preload, pin=fields.pin)
         )
-        return _status("registered", alias or fields.name, record)
+        return _status("registered", alias or fields.name, record, _unknown(fields))
 
     def update(name: str) -> Response:
         fields = _fields(UpdateBody)
         if fields.name is not None and fields.name != name:
             raise InvalidRequestError(f"name is {fields.name!r} in the body and {name!r} in the path", param="name")
         record = host.run(host.registry.update(name, src=fields.src, preload=fields.preload, pin=fields.pin))
-        return _status("updated", name, record)
+        return _status("updated", name, record, _unknown(fields))
 
     def remove(name: str) -> Response:
         record = host.run(host.registry.remove(name, drain_timeout_s=DRAIN_TIMEOUT_S))
@@ -163,8 +168,20 @@ def _shown(record: AdapterRecord) -> dict[str, Any]:
     }
 
 
-def _status(what: str, shown_name: str, record: AdapterRecord) -> Response:
-    return _json({"status": f"Adapter {shown_name} {what}", "adapter": _shown(record)})
+def _unknown(fields: BaseModel) -> list[str]:
+    """One sentence for each field that means nothing here."""
+    known = ", ".join(type(fields).model_fields)
+    warnings = [
+        f"field {name[:80]!r} is unknown and was ignored; known are {known}" for name in fields.model_extra or {}
+    ]
+    for warning in warnings:
+        log.warning("adapter request: %s", warning)
+    return warnings
+
+
+def _status(what: str, shown_name: str, record: AdapterRecord, warnings: Sequence[str] = ()) -> Response:
+    body: dict[str, Any] = {"status": f"Adapter {shown_name} {what}", "adapter": _shown(record)}
+    return _json(body | {"warnings": list(warnings)} if warnings else body)
 
 
 def _json(body: Any) -> Response:

@@ -107,7 +107,7 @@ def _invoke(host: Host, operation: Operation, model_id: str, body: bytes) -> Job
         return invoke.answer(asked, found[0]), invoke.token_headers(found[0], _elapsed_ms(account))
 
     streaming = Streaming(frames.CONTENT_TYPE, lambda account: InvokeStream(asked, lambda: _elapsed_ms(account)))
-    headers = {header: value for header, value in PERFORMANCE.items() if header in request.headers}
+    headers = {name: value for name, value in PERFORMANCE.items() if name in request.headers}
     return _job(
         host,
         operation,

@@ -8,6 +8,7 @@ the loop, and wakes again when the stream is complete.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import queue
@@ -195,8 +196,8 @@ class Exchange:
         self._client = client
         reply = Reply(head, client, self._fault)
         self._task = asyncio.ensure_future(work(reply))
-        client.watch(self._task.cancel)
         try:
+            client.watch(self._task.cancel)
             await self._task
             await client.flushed()
         except (asyncio.CancelledError, ClientGoneError):
@@ -232,10 +233,14 @@ class Exchange:
         if isinstance(client, QueuedStream):
             while (event := client.events.get()) is not None:
                 yield event
-        else:
-            assert client is not None
-            self._loop.soon(client.attach)
+            done.result()
+            return
+        assert client is not None
+        self._loop.soon(client.attach)
         done.result()
+        if client.gone:
+            # gunicorn's last chunk would make a stream that was cut look complete
+            raise BrokenPipeError(errno.EPIPE, "the client left its stream")
 
     def _close(self, done: Future[None]) -> None:
         """Runs when the answer is complete or can't be sent; the loop must have let go of the socket after it."""

@@ -210,7 +210,7 @@ def _by_model(model: str, catalog: Catalog, unknown_model: UnknownModel) -> Choi
         return Choice(None, "default", warnings=(f"body model {shown(model)} is unknown; answered by the base model",))
     raise AdapterNotFoundError(
         f"model {shown(model)} is neither a registered adapter nor the base model, "
-        f"{shown(catalog.base_name)}; leave model out for the base model, or set unknown_model=base "
+        f"{shown(catalog.base_name)}; leave model out for the base model, or set LORAHOST_UNKNOWN_MODEL=base "
         "if clients put other names there",
         code="model_not_found",
         param="model",
