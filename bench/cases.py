@@ -1,6 +1,7 @@
 """Shapes of real models, random layers of LoRA weights, and random batches."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def moe_layer(
         ids,
         weights,
     )
-    made = {"device": device, "dtype": dtype}
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
     e, h, i, r = shape.experts, shape.hidden, shape.intermediate, shape.rank
     width = 2 * i // shape.slices
     gate_up = Layer(
@@ -128,7 +129,7 @@ def dense_layer(
     dtype: torch.dtype,
 ) -> Layer:
     """One LoRA-wrapped linear of in-size k and one output slice for each width."""
-    made = {"device": device, "dtype": dtype}
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
     return Layer(
         torch.randn(tokens, k, **made),
         torch.randn(tokens, sum(widths), **made),

@@ -30,6 +30,7 @@ LIMIT = 5e-3
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 SLOTS = 8
+CALLS = 20  # in a graph at least, so that the start of its replay doesn't count
 COLUMNS = (
     "kernel", "provider", "mode", "metric", "unit", "x_name", "x_value", "p50", "p20", "p80", "config", "gpu",
     "versions", "date", "git_rev",
@@ -67,7 +68,7 @@ def measure(calls: Sequence[Callable[[], object]], checked: Sequence[tuple[cases
     """Error of the first call, then the time of all of them; the first call's layers are `checked`."""
     try:
         error = error_of(calls[0], checked)
-        return Result(graph_us(calls), error)
+        return Result(graph_us([*calls] * -(-CALLS // len(calls))), error)
     except Exception as failure:  # a provider that can't serve a shape is a row of the table, not the end of it
         return Result(None, float("nan"), f"{type(failure).__name__}: {failure}"[:80])
 
@@ -114,17 +115,19 @@ def line(label: str, results: Sequence[Result], providers: Sequence[Provider]) -
     return f"{label:<44}" + "  ".join(cells)
 
 
-def rows(kernel: str, tokens: int, config: str, results: Sequence[Result], providers: Sequence[Provider]) -> list[list]:
+def rows(
+    kernel: str, tokens: int, config: str, rev: str, results: Sequence[Result], providers: Sequence[Provider]
+) -> list[list[object]]:
     """Tidy rows: one for each time and error."""
     where = [
         torch.cuda.get_device_name(),
         f"torch {torch.__version__} triton {triton.__version__} python {platform.python_version()}",
         datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        REVISION,
+        rev,
     ]
-    out = []
+    out: list[list[object]] = []
     for p, r in zip(providers, results, strict=True):
-        head = [kernel, p.name, "cuda graph"]
+        head: list[object] = [kernel, p.name, "cuda graph"]
         if r.time:
             out.append([*head, "time", "us", "tokens", tokens, r.time.p50, r.time.p20, r.time.p80, config, *where])
         out.append([*head, "error", "1", "tokens", tokens, r.error, r.error, r.error, config, *where])
@@ -135,9 +138,6 @@ def revision() -> str:
     """The commit that is measured, or unknown outside a checkout."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
-
-
-REVISION = revision()
 
 
 def append(path: Path, lines: Sequence[Sequence[object]]) -> None:
@@ -160,11 +160,12 @@ def main() -> int:
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--stock", action="store_true", help="also stock vLLM, which must be installed")
     parser.add_argument("--csv", type=Path, default=Path("bench/results/kernels.csv"))
+    parser.add_argument("--rev", default=revision(), help="commit that is measured, where there is no checkout")
     args = parser.parse_args()
     providers: list[Provider] = [Ours(), *([Stock()] if args.stock else [])]
-    known = {"moe": cases.MOE, "dense": cases.DENSE}
+    known: dict[str, Sequence[str]] = {"moe": [*cases.MOE], "dense": [*cases.DENSE]}
     run = {"moe": moe_results, "dense": dense_results}
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, REVISION)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, args.rev)
     red = 0
     for kind in args.kind:
         for name in [n for n in args.shapes if n in known[kind]]:
@@ -174,7 +175,7 @@ def main() -> int:
                     red += not results[0].error < LIMIT
                     print(line(f"{kind} {name} M={tokens} adapters={adapters}", results, providers), flush=True)
                     config = f"{name} rank=32 slots={SLOTS} adapters={adapters} bf16"
-                    append(args.csv, rows(kind, tokens, config, results, providers))
+                    append(args.csv, rows(kind, tokens, config, args.rev, results, providers))
                     gc.collect()
                     torch.cuda.empty_cache()
     return 1 if red else 0

@@ -89,7 +89,7 @@ class Stock:
         slots, width = gate_up.lora_a[0].shape[0], 2 * shape.intermediate
         w1 = torch.empty(shape.experts, width, shape.hidden, device="meta")
         w2 = torch.empty(shape.experts, shape.hidden, shape.intermediate, device="meta")
-        common = {
+        common: dict[str, Any] = {
             "topk_weights": routing.topk_weights,
             "w1": w1,
             "w2": w2,

@@ -102,7 +102,10 @@ def ls(aws: Aws, file: Path | None, **options: Any) -> None:
     """List the endpoint's adapters."""
     wanted = plan.load(file, **options)
     found = components.adapters_of(aws, wanted.endpoint, wanted.base)
-    rows = [(n, c[components.STATUS], version_of(components.artifact_url(c)), c.get("FailureReason")) for n, c in found.items()]
+    rows = [
+        (n, c[components.STATUS], version_of(components.artifact_url(c)), c.get("FailureReason"))
+        for n, c in found.items()
+    ]
     click.echo(console.table(("adapter", "status", "version", "reason"), rows))
 
 
@@ -122,7 +125,7 @@ def rm(aws: Aws, names: tuple[str, ...], file: Path | None, **options: Any) -> N
 
 def checked(aws: Aws, wanted: Plan, name: str, path: Path, max_rank: int | None) -> Artifact:
     """The adapter in `path`, once the importer has taken it and its name is one for SageMaker."""
-    Plan(endpoint=wanted.endpoint, adapters={name: path})
+    plan.load(None, endpoint=wanted.endpoint, adapters={name: path})
     with artifact.base_config(aws, wanted.base, wanted.model) as (model, server_rank):
         found = artifact.check(name, path, model, max_rank or server_rank)
     for warning in found.warnings:
@@ -147,7 +150,7 @@ def put(aws: Aws, site: Site, wanted: Artifact, *, new: bool) -> None:
     if not components.start_adapter(aws, wanted.name, site.endpoint, site.base, url):
         console.say(f"adapter {wanted.name}: {wanted.digest[:12]} is deployed already")
     components.finish_adapter(aws, wanted.name, site.base, url)
-    history.record(aws, site.place, wanted.name, live, url)
+    history.record(aws, site.place, wanted.name, live, url, fresh=found is None)
 
 
 def remove(aws: Aws, name: str, place: S3Place | None) -> None:

@@ -153,7 +153,9 @@ class Aws:
     def _model(self, service: str, operation: str) -> Any:
         return self.client(service).meta.service_model.operation_model(operation)
 
-    def _send(self, service: str, operation: str, parameters: dict[str, Any], *, reading: bool) -> dict[str, Any] | None:
+    def _send(
+        self, service: str, operation: str, parameters: dict[str, Any], *, reading: bool
+    ) -> dict[str, Any] | None:
         from botocore import xform_name
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 

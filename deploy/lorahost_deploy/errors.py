@@ -8,7 +8,11 @@ import click
 
 ACTION_PREFIXES = {"sagemaker-runtime": "sagemaker", "bedrock-runtime": "bedrock"}
 # the one operation whose IAM action has another name
-ACTIONS = {"InvokeEndpointWithResponseStream": "InvokeEndpoint", "HeadObject": "GetObject", "ListObjectsV2": "ListBucket"}
+ACTIONS = {
+    "InvokeEndpointWithResponseStream": "InvokeEndpoint",
+    "HeadObject": "GetObject",
+    "ListObjectsV2": "ListBucket",
+}
 DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "403"})
 QUOTA = frozenset({"ResourceLimitExceeded", "LimitExceededException", "LimitExceeded", "ServiceQuotaExceededException"})
 MISSING = frozenset(
@@ -24,7 +28,9 @@ MISSING = frozenset(
         "ObjectNotFoundException",
     }
 )
-CREDENTIALS = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "UnrecognizedClientException"})
+CREDENTIALS = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "UnrecognizedClientException"}
+)
 
 
 class DeployError(click.ClickException):
@@ -55,7 +61,8 @@ def explain(error: Any, service: str, operation: str, parameters: dict[str, Any]
     code, text = code_of(error), str(error.response["Error"].get("Message", ""))
     told = f"{action(service, operation)} failed: {code}: {text}"
     if code in DENIED:
-        hint = f"the caller needs {action(service, operation)}; `lorahost deploy role --print deployer` has the whole policy"
+        needed = action(service, operation)
+        hint = f"the caller needs {needed}; `lorahost deploy role --print deployer` has the whole policy"
         return DeployError(f"{told}\n{hint}")
     if code in QUOTA:
         return DeployError(f"{told}\nthe account's quota is reached: ask for more in Service Quotas, or use less")

@@ -23,10 +23,14 @@ def read(aws: Aws, place: S3Place, name: str) -> list[str]:
     return [] if answer is None else [str(url) for url in json.loads(answer["Body"].read())["versions"]]
 
 
-def record(aws: Aws, place: S3Place, name: str, before: str, now: str) -> None:
-    """Notes that `now` is live after `before` (empty: none). What a rollback went back from is forgotten."""
+def record(aws: Aws, place: S3Place, name: str, before: str, now: str, *, fresh: bool) -> None:
+    """Notes that `now` is live after `before` (empty: none). What a rollback went back from is forgotten.
+
+    Args:
+        fresh: The adapter is new: what an earlier one of its name had does not count.
+    """
     versions = read(aws, place, name)
-    wanted = list(versions)
+    wanted = [] if fresh else list(versions)
     if before and before != now:
         wanted = [*wanted[: wanted.index(before) + 1], now] if before in wanted else [*wanted, before, now]
     elif now not in wanted:

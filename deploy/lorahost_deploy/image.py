@@ -20,7 +20,12 @@ LIFECYCLE = {
         {
             "rulePriority": 1,
             "description": "untagged layers of failed pushes",
-            "selection": {"tagStatus": "untagged", "countType": "sinceImagePushed", "countUnit": "days", "countNumber": 7},
+            "selection": {
+                "tagStatus": "untagged",
+                "countType": "sinceImagePushed",
+                "countUnit": "days",
+                "countNumber": 7,
+            },
             "action": {"type": "expire"},
         },
         {
@@ -94,7 +99,12 @@ def project(aws: Aws, source: str, compute: str) -> dict[str, Any]:
 def _source(address: str) -> dict[str, Any]:
     if address.startswith("s3://"):
         return {"type": "S3", "location": address.removeprefix("s3://")}
-    hosts = {"github.com": "GITHUB", "gitlab.com": "GITLAB", "bitbucket.org": "BITBUCKET", "git-codecommit": "CODECOMMIT"}
+    hosts = {
+        "github.com": "GITHUB",
+        "gitlab.com": "GITLAB",
+        "bitbucket.org": "BITBUCKET",
+        "git-codecommit": "CODECOMMIT",
+    }
     for host, kind in hosts.items():
         if host in address:
             return {"type": kind, "location": address, "gitCloneDepth": 1}

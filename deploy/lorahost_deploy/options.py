@@ -18,7 +18,7 @@ Command = Callable[..., None]
 def verb(function: Command) -> Command:
     """Makes the first argument an `Aws` from the options; a dry run ends with its requests on standard output."""
 
-    @click.option("--region", help="AWS region, by default the environment's.")
+    @click.option("--region", envvar="AWS_REGION", help="AWS region, by default the environment's or the profile's.")
     @click.option("--profile", help="Profile of the AWS configuration.")
     @click.option("--endpoint-url", envvar="AWS_ENDPOINT_URL", help="Where `lorahost local-aws` listens.")
     @click.option("--dry-run", is_flag=True, help="Print the changes as JSON, checked but not made.")
@@ -37,7 +37,7 @@ def verb(function: Command) -> Command:
         try:
             function(aws, *arguments, **options)
         except KeyboardInterrupt:
-            raise _Stopped("stopped; run the same command again, it goes on where it stopped") from None
+            raise StoppedError("stopped; run the same command again, it goes on where it stopped") from None
         finally:
             if dry_run:
                 aws.print_requests()
@@ -45,7 +45,9 @@ def verb(function: Command) -> Command:
     return command
 
 
-class _Stopped(DeployError):
+class StoppedError(DeployError):
+    """Ctrl-C, with the shell's usual exit code."""
+
     exit_code = 130
 
 

@@ -17,7 +17,9 @@ PRINTABLE = ["deployer", "invoker", "execution", "build"]
 
 
 @click.command("role")
-@click.option("--store", required=True, help="s3://bucket/prefix of models and adapters; the roles may read only there.")
+@click.option(
+    "--store", required=True, help="s3://bucket/prefix of models and adapters; the roles may read only there."
+)
 @click.option("--print", "printed", type=click.Choice(PRINTABLE), help="Only print a policy.")
 @verb
 def role(aws: Aws, store: str, printed: str | None) -> None:

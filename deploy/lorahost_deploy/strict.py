@@ -9,7 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from lorahost_deploy.errors import DeployError
@@ -141,7 +141,7 @@ def _at(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(pattern: str) -> re.Pattern[str]:
     r"""A service model's pattern, which is Java's dialect: `\p{L}`, `\z`, surrogate pairs, an open `-` in a class."""
     text = pattern.replace(r"\uD800\uDC00-\uDBFF\uDFFF", r"\U00010000-\U0010FFFF").replace(r"\z", r"\Z")
@@ -160,7 +160,7 @@ def _inside_class(text: str) -> bool:
     return plain.rfind("[") > plain.rfind("]")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _category(name: str) -> str:
     """All characters of a Unicode category, as the inside of a character class."""
     ranges: list[list[int]] = []

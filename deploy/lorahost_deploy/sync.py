@@ -19,7 +19,7 @@ from lorahost_deploy.plan import Plan
 
 @dataclass(frozen=True)
 class Step:
-    """What happens to one adapter: `add`, `update`, `keep` or `remove`."""
+    """What happens to one adapter: `add`, `update`, `wait` for a change under way, `keep` or `remove`."""
 
     action: str
     name: str
@@ -28,7 +28,9 @@ class Step:
 
 
 @adapter.adapter.command("sync")
-@click.option("--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="One adapter a folder.")
+@click.option(
+    "--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="One adapter a folder."
+)
 @click.option("--keep-others", is_flag=True, help="Remove nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @adapter.site_options
@@ -55,8 +57,7 @@ def sync(
     changes = [step for step in steps if step.action != "keep"]
     if not changes:
         console.say("nothing to do")
-        return
-    if not (yes or aws.dry_run):
+    elif not (yes or aws.dry_run):
         click.confirm(f"{len(changes)} changes; go on?", abort=True, err=True)
     apply(aws, site, steps)
 
@@ -76,7 +77,7 @@ def make_plan(
     Raises:
         DeployError: adapters that can't be served, all of them named.
     """
-    Plan.model_validate({"endpoint": wanted.endpoint, "adapters": directories})
+    plan.load(None, endpoint=wanted.endpoint, adapters=directories)
     ready: dict[str, Artifact] = {}
     refused: list[str] = []
     if directories:
@@ -94,11 +95,18 @@ def make_plan(
     for name, one in sorted(ready.items()):
         component = deployed.get(name)
         live = components.artifact_url(component) if component else ""
-        healthy = component is not None and component[components.STATUS] != "Failed"
-        action = "add" if component is None else "keep" if healthy and live == one.url(place) else "update"
-        steps.append(Step(action, name, live, one))
+        steps.append(Step(_action(component, live == one.url(place)), name, live, one))
     gone = [] if keep_others else sorted(set(deployed) - set(ready))
     return [*steps, *(Step("remove", name, components.artifact_url(deployed[name]), None) for name in gone)]
+
+
+def _action(component: components.Component | None, same: bool) -> str:
+    if component is None:
+        return "add"
+    state = component[components.STATUS]
+    if not same or state == "Failed":
+        return "update"
+    return "keep" if state == "InService" else "wait"
 
 
 def apply(aws: Aws, site: Site, steps: list[Step]) -> None:
@@ -138,5 +146,6 @@ def _finish(aws: Aws, site: Site, step: Step) -> None:
         history.forget(aws, site.place, step.name)
         return
     url = step.wanted.url(site.place)
-    components.finish_adapter(aws, step.name, site.base, url)
-    history.record(aws, site.place, step.name, step.live, url)
+    if step.action != "keep":
+        components.finish_adapter(aws, step.name, site.base, url)
+    history.record(aws, site.place, step.name, step.live, url, fresh=step.action == "add")

@@ -22,7 +22,9 @@ def teardown(aws: Aws, endpoint: str, store_url: str | None, shared: bool, yes: 
     """Remove autoscaling, adapters, base model, endpoint, configurations and models."""
     rows = status_verb.collect(aws, endpoint)
     console.say(console.table(("kind", "name"), [(row["kind"], row["name"]) for row in rows]))
-    extra = [text for text, there in ((f"all of {store_url}", store_url), ("roles, project and images", shared)) if there]
+    extra = [
+        text for text, there in ((f"all of {store_url}", store_url), ("roles, project and images", shared)) if there
+    ]
     if not (yes or aws.dry_run):
         click.confirm(f"delete {' and '.join(['these', *extra])}?", abort=True, err=True)
     remove(aws, endpoint)
@@ -45,9 +47,7 @@ def remove(aws: Aws, endpoint: str) -> None:
         for name in names:
             components.finish_delete(aws, name, f"component {name}")
     what = f"endpoint {endpoint}"
-    last = waiting.settled(
-        aws, lambda: endpoint_verb.look(aws, endpoint), endpoint_verb.STATUS, what, 7200.0
-    )
+    last = waiting.settled(aws, lambda: endpoint_verb.look(aws, endpoint), endpoint_verb.STATUS, what, 7200.0)
     if last is not None:
         aws.remove("sagemaker", "DeleteEndpoint", EndpointName=endpoint)
         waiting.gone(aws, lambda: endpoint_verb.look(aws, endpoint), endpoint_verb.STATUS, what)

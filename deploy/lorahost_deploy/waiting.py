@@ -38,7 +38,9 @@ def settled(aws: Aws, look: Look, status: str, what: str, timeout_s: float) -> d
             if found is None or found[status] not in MOVING:
                 return found
             if time.monotonic() - began > timeout_s:
-                raise DeployError(f"{what} is {found[status]} after {timeout_s:.0f} s; run the same command again to wait on")
+                raise DeployError(
+                    f"{what} is {found[status]} after {timeout_s:.0f} s; run the same command again to wait on"
+                )
             show(found[status])
             aws.sleep()
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["pair", "list"]
-# Pairs up to which each pair reads its own weights; measured, see docs/kernels.md. Beyond the first limit only while
-# few of them can share: at most half as many pairs as there are (slot, expert) groups.
-PAIR_LIMIT, SPARSE_PAIR_LIMIT = 64, 512
+# Up to (pairs, pairs per (slot, expert) group) each pair reads its own weights: few pairs, or few that can share.
+# Measured, see docs/kernels.md.
+PAIR_LIMITS = ((16, float("inf")), (64, 4.0), (512, 0.5))
 PROGRAMS = 800  # programs that fill an H200 (132 multiprocessors) about once with these tiles
 
 
@@ -68,9 +68,9 @@ def block_r(rank: int) -> int:
 
 def work_block_m(pairs: int, groups: int, rank: int) -> int | None:
     """Rows per tile of the work list that `pairs` pairs over `groups` (slot, expert) pairs want; None: no list."""
-    if pairs <= PAIR_LIMIT or (pairs <= SPARSE_PAIR_LIMIT and 2 * pairs <= groups):
-        return None
     rows = pairs / max(groups, 1)
+    if any(pairs <= most and rows <= sharing for most, sharing in PAIR_LIMITS):
+        return None
     block = 16 if rows <= 16 else 32 if rows <= 64 else 64
     return min(block, 32) if rank > 64 else block
 
@@ -90,7 +90,8 @@ def shrink_config(pairs: int, groups: int, rank: int, k: int, slices: int, block
     if block_m is None:
         return ShrinkConfig("pair", 16, 1024, cdiv(k, 4096), 2, 4)
     tiles = max_tiles(pairs, groups, block_m) * slices
-    splits = 1 if pairs >= 8192 else ladder(min(PROGRAMS / max(tiles, 1), k / 256), (1, 2, 4, 8))
+    # every part is read again by each of the expand's programs: few parts for many pairs
+    splits = ladder(min(PROGRAMS / max(tiles, 1), k / 256, 6400 / pairs), (1, 2, 4, 8))
     return ShrinkConfig("list", block_m, 64, splits, 0, 4, 5 if block_r(rank) <= 64 else 3)
 
 
@@ -100,10 +101,10 @@ def expand_config(pairs: int, groups: int, rank: int, n: int, slices: int, block
         block_n = max(16, min(128, 4096 // block_r(rank)))
         steps = ladder(pairs * slices * cdiv(n, block_n) / PROGRAMS, (1, 2, 4))
         return ExpandConfig("pair", 16, block_n, steps, 4)
-    # tiles of 64 rows and 4 warps would multiply by pipelined WGMMA with A in registers: 2 warps avoid it
-    block_n, most, warps, stages = (64, 15, 2, 4) if block_m >= 64 else (128, 8, 4, 3)
     if block_r(rank) > 64:
-        block_n, stages = 64, 2
-    tiles = max_tiles(pairs, groups, block_m) * slices * cdiv(n, block_n)
-    steps = ladder(min(tiles / 1000, cdiv(n, block_n)), (1, 4, most))
-    return ExpandConfig("list", block_m, block_n, steps, warps, stages)
+        return ExpandConfig("list", block_m, 64, min(4, cdiv(n, 64)), 4, 2)
+    if block_m < 64:
+        return ExpandConfig("list", block_m, 64, min(4, cdiv(n, 64)), 4, 3)
+    # tiles of 64 rows and 4 warps would multiply by pipelined WGMMA with A in registers: 2 warps avoid it
+    tiles = max_tiles(pairs, groups, block_m) * slices * cdiv(n, 64)
+    return ExpandConfig("list", block_m, 64, ladder(min(tiles / 1000, cdiv(n, 64)), (1, 4, 15)), 2, 4)

@@ -160,6 +160,7 @@ def usage(call: Call, capability: int) -> dict[str, int | str]:
     return {
         "kernel": call.kernel.__name__,
         "sm": capability,
+        "warps": call.arguments.get("num_warps", 4),
         "registers": int(found[1]),
         "spilled": int(found[2]) + int(found[3]),
         "shared": compiled.metadata.shared,

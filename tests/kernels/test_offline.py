@@ -23,8 +23,9 @@ def test_every_kernel_compiles_for_sm_80_90_and_100_within_its_registers() -> No
     assert {u["sm"] for u in found} == {80, 90, 100}
     for u in found:
         print(*u.values())
-        # 255 registers a thread are all there are; above 168 fewer than 3 programs of 4 warps fit
-        assert u["registers"] <= (255 if "256" in u["shape"] else 168), u
+        # 255 registers a thread are all there are; up to rank 64 at least two programs fit a multiprocessor
+        assert u["registers"] <= 255, u
+        assert "256" in u["shape"] or u["registers"] * 32 * u["warps"] <= 65536 // 2, u
         assert u["spilled"] == 0, u
         assert u["shared"] <= (227 if u["sm"] >= 90 else 163) * 1024, u
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import EventStreamError
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.fakes.bedrock_client import events
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseStreamChoice,
@@ -16,26 +18,21 @@ from vllm.entrypoints.openai.engine.protocol import DeltaFunctionCall, DeltaMess
 
 from lorahost.bedrock import invoke
 from lorahost.bedrock.converse import Conversation
-from lorahost.bedrock.converse_stream import ConverseStream
+from lorahost.bedrock.converse_stream import PLAIN_TEXT, ConverseStream
 from lorahost.bedrock.invoke_stream import METRICS_KEY, InvokeStream
 from lorahost.errors import EngineFailedError, OverloadedError
-from lorahost.requests.events import CUT_SHORT
+from lorahost.requests.events import CUT_SHORT, event_data
 
 USAGE = UsageInfo(prompt_tokens=10, completion_tokens=6, total_tokens=16)
 DONE = "data: [DONE]\n\n"
 
 
-def chunk(finish: str | None = None, stop: Any = None, usage: bool = False, **delta: Any) -> str:
-    """One SSE event of vLLM's; with `usage`, its last."""
-    choices = (
-        []
-        if usage
-        else [
-            ChatCompletionResponseStreamChoice(
-                index=0, delta=DeltaMessage(**delta), finish_reason=finish, stop_reason=stop
-            )
-        ]
-    )
+def chunk(finish: str | None = None, stop: Any = None, usage: bool = False, more: Any = None, **delta: Any) -> str:
+    """One SSE event of vLLM's, `more` being further fields of its choice; with `usage`, the last event."""
+    fields = {"index": 0, "delta": DeltaMessage(**delta), "finish_reason": finish, **(more or {})}
+    if stop is not None:
+        fields["stop_reason"] = stop
+    choices = [] if usage else [ChatCompletionResponseStreamChoice(**fields)]
     made = ChatCompletionStreamResponse(
         id="chatcmpl-1", created=1, model="m", choices=choices, object="chat.completion.chunk"
     )
@@ -87,6 +84,38 @@ def test_text_between_start_and_end(seed: int) -> None:
             }
         },
     ]
+
+
+@given(st.text(min_size=1), st.sampled_from([{}, {"logprobs": None}, {"logprobs": None, "token_ids": None}]))
+def test_a_chunk_of_plain_text_is_converted_as_any_other(text: str, more: dict[str, None]) -> None:
+    """The short way for them gives what the long way gives."""
+    text = text.encode("utf-8", "replace").decode()
+    one = chunk(content=text, more=more)
+    assert PLAIN_TEXT.search(event_data(one))
+    short, long = (ConverseStream(conversation(*paths), None, lambda: 1) for paths in ((), ("/id",)))
+    short.feed(chunk(content="a"))
+    long.feed(chunk(content="a"))
+    [first], [second] = short.feed(one), long.feed(one)
+    assert events("ConverseStream", first) == events("ConverseStream", second)
+    [event] = events("ConverseStream", first)
+    assert event["contentBlockDelta"]["delta"]["text"] == text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        chunk("stop", content="b"),
+        chunk(content=""),
+        chunk(usage=True),
+        chunk(content="b", tool_calls=[tool(0, "{}", "weather")]),
+        chunk(content="b", role="assistant"),
+        chunk(reasoning="b"),
+        chunk(content="b").replace("}]}", '}],"usage":{"prompt_tokens":1}}'),
+        chunk(content="b", more={"token_ids": [3]}),
+    ],
+)
+def test_a_chunk_that_says_more_goes_the_long_way(other: str) -> None:
+    assert not PLAIN_TEXT.search(event_data(other))
 
 
 def test_reasoning_text_and_tools_are_blocks_of_their_own() -> None:

@@ -46,7 +46,9 @@ class Endpoints:
         self._new("EndpointConfig", self._world.configs, name)
         for variant in request["ProductionVariants"]:
             if "ModelName" in variant:
-                raise invalid("lorahost local-aws plays endpoints of inference components: no ModelName on the variant.")
+                raise invalid(
+                    "lorahost local-aws plays endpoints of inference components: no ModelName on the variant."
+                )
             if "ExecutionRoleArn" not in request:
                 raise invalid("ExecutionRoleArn is required when a production variant has no ModelName.")
             scaling = variant.get("ManagedInstanceScaling", {})

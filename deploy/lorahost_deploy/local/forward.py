@@ -51,7 +51,7 @@ def caller_headers(response: HTTPResponse, content_type: str) -> dict[str, str]:
 def model_error(status: int, text: str, log_stream_arn: str = "arn:aws:logs:::") -> dict[str, Any]:
     """The body of ModelError (424), which hides the container's own answer."""
     return {
-        "Message": f"Received error ({status}) from model with message \"{text}\"",
+        "Message": f'Received error ({status}) from model with message "{text}"',
         "OriginalStatusCode": status,
         "OriginalMessage": text,
         "LogStreamArn": log_stream_arn,

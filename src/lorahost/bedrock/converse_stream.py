@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 from lorahost.bedrock import answers, errors, frames, pointers
@@ -13,6 +14,11 @@ from lorahost.formats import Assembly
 from lorahost.requests.events import CUT_SHORT, DONE, dumps, event_data
 
 TEXT, REASONING = "text", "reasoningContent"
+# A chunk with one more piece of text and nothing else; the piece, a JSON string, can stay as it is.
+PLAIN_TEXT = re.compile(
+    r'"choices":\[\{"index":0,"delta":\{"content":("(?:[^"\\]|\\.)+")\},(?:"logprobs":null,)?"finish_reason":null'
+    r'(?:,"stop_reason":null)?(?:,"token_ids":null)?\}\]\}\Z'
+)
 
 
 class ConverseStream:
@@ -44,6 +50,8 @@ class ConverseStream:
         data = event_data(event)
         if data == DONE:
             return self._end()
+        if self._open == TEXT and self._assembly is None and (plain := PLAIN_TEXT.search(data)):
+            return [self._text(plain[1])]
         chunk = json.loads(data)
         if self._assembly is not None:
             self._assembly.add(event)
@@ -110,6 +118,10 @@ class ConverseStream:
         self._blocks += 1
         self._open = None
         return messages
+
+    def _text(self, literal: str) -> bytes:
+        payload = f'{{"delta":{{"text":{literal}}},"contentBlockIndex":{self._blocks}}}'
+        return frames.event("contentBlockDelta", payload.encode())
 
     def _block(self, delta: Json) -> bytes:
         return frames.event("contentBlockDelta", dumps({"delta": delta, "contentBlockIndex": self._blocks}).encode())
