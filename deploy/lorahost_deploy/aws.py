@@ -40,7 +40,7 @@ class Aws:
         import boto3
         from botocore.config import Config
 
-        self._session = boto3.Session(profile_name=profile, region_name=region)
+        self._session: Any = boto3.Session(profile_name=profile, region_name=region)
         self._session.events.register("before-parameter-build", _check)
         self._config = Config(retries={"mode": "standard", "max_attempts": 4}, read_timeout=75)
         self._url = endpoint_url

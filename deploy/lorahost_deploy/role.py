@@ -52,6 +52,7 @@ def remove(aws: Aws) -> None:
     for name in ROLES:
         if aws.find("iam", "GetRole", RoleName=name) is None:
             continue
-        aws.remove("iam", "DeleteRolePolicy", RoleName=name, PolicyName=name)
+        if aws.find("iam", "GetRolePolicy", RoleName=name, PolicyName=name) is not None:
+            aws.remove("iam", "DeleteRolePolicy", RoleName=name, PolicyName=name)
         aws.remove("iam", "DeleteRole", RoleName=name)
         console.say(f"role {name}: deleted")

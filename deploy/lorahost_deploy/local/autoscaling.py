@@ -38,7 +38,7 @@ class Autoscaling:
         known = self._world.targets.get(name)
         if known is None and not {"MinCapacity", "MaxCapacity"} <= request.keys():
             raise ApiError("ValidationException", "MinCapacity and MaxCapacity must be set for a new scalable target.")
-        limits = {**(known or {}), **{k: request[k] for k in ("MinCapacity", "MaxCapacity") if k in request}}
+        limits: Json = {**(known or {}), **{k: request[k] for k in ("MinCapacity", "MaxCapacity") if k in request}}
         if limits["MinCapacity"] > limits["MaxCapacity"]:
             raise ApiError("ValidationException", "Maximum capacity cannot be less than minimum capacity")
         self._world.targets[name] = limits

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.client import HTTPResponse
-from typing import Any
+from typing import Any, Protocol
 
 from lorahost.bedrock.frames import CONTENT_TYPE, encode_headers, message
 
@@ -22,13 +22,18 @@ _PART = encode_headers(
 )
 
 
-def container_headers(
-    sent: Mapping[str, str], *, stream: bool, identifier: str | None, alias: str | None
-) -> dict[str, str]:
+class Headers(Protocol):
+    """Headers whose `get` ignores case."""
+
+    def get(self, name: str, /) -> str | None:
+        """The value of one; None when it is absent."""
+
+
+def container_headers(sent: Headers, *, stream: bool, identifier: str | None, alias: str | None) -> dict[str, str]:
     """The headers of POST /invocations on the container.
 
     Args:
-        sent: The caller's headers; any mapping whose `get` ignores case.
+        sent: The caller's headers.
         identifier: The adapter's name on the container; None for the base model.
         alias: The adapter's inference component.
     """

@@ -32,8 +32,7 @@ class LocalAws:
         from werkzeug.serving import make_server
 
         work_dir.mkdir(parents=True, exist_ok=True)
-        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
-        self._session: Any = boto3.Session(region_name=region, **keys)
+        self._session: Any = boto3.Session(region_name=region, aws_access_key_id="local", aws_secret_access_key="local")
         self._clients: dict[str, Any] = {}
         self._clients_lock = threading.Lock()
         self.conduct = conduct or Conduct()
