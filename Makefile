@@ -1,20 +1,28 @@
 # make demo    from nothing to four answers on this machine's CPU (PORT=8080, ONESHOT=1 to stop after them)
+# make demo-aws   the life of an endpoint against a local stand-in of AWS (ENGINE=fake without a model)
+# make deploy-venv   .venv-deploy for `lorahost deploy`, without torch and vLLM
 # make test    lint, types and all tests, the real CPU engine included
 SHELL := /bin/bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 PORT  ?= 8080
+ENGINE ?= vllm
 UV    := uv==0.13.9
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo test check format lock bench-front clean
+.PHONY: demo demo-aws deploy-venv test check format lock bench-front clean
 
 demo: $(VENV)/.runtime
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo/run.py --port $(PORT) $(if $(ONESHOT),--oneshot)
 
+demo-aws: $(VENV)/.dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/aws_demo.py --engine $(ENGINE)
+
+deploy-venv: $(VENV)-deploy/.ready
+
 test: check
 	$(BIN)/pytest tests/unit tests/kernels -n 2
-	$(BIN)/pytest tests/contract tests/property
+	$(BIN)/pytest tests/contract tests/property tests/deploy
 	$(BIN)/pytest tests/engine
 
 check: $(VENV)/.dev
@@ -48,5 +56,11 @@ $(VENV)/.dev: $(VENV)/.runtime requirements/dev.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements/dev.lock
 	@touch $@
 
+$(VENV)-deploy/.ready: $(VENV)/.uv requirements/deploy.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)-deploy
+	$(BIN)/uv pip install -q --python $(VENV)-deploy/bin/python --no-deps --require-hashes -r requirements/deploy.lock
+	$(BIN)/uv pip install -q --python $(VENV)-deploy/bin/python --no-deps --no-build-isolation -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-deploy .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,3 +17,4 @@ awk '/^[a-z0-9]/ { keep = !($1 in seen); if (FILENAME ~ /cpu/) seen[$1] = 1 } FI
     requirements/cpu.lock requirements/dev.lock >requirements/dev.lock.new
 mv requirements/dev.lock.new requirements/dev.lock
 lock gpu "$@" pyproject.toml requirements/gpu.in
+lock deploy "$@" -c requirements/cpu.lock --extra deploy --extra local-aws pyproject.toml requirements/deploy.in

@@ -6,6 +6,7 @@ import click
 
 from lorahost_deploy.adapter import adapter
 from lorahost_deploy.autoscale import autoscale
+from lorahost_deploy.bedrock.command import bedrock
 from lorahost_deploy.endpoint import endpoint
 from lorahost_deploy.image import image
 from lorahost_deploy.invoke import invoke
@@ -20,7 +21,7 @@ def deploy() -> None:
     """Deploy to SageMaker; each verb can be run again, and has --dry-run."""
 
 
-for command in (image, role, endpoint, adapter, invoke, autoscale, status, teardown):
+for command in (image, role, endpoint, adapter, invoke, autoscale, status, teardown, bedrock):
     deploy.add_command(command)
 
 __all__ = ["deploy", "sync"]

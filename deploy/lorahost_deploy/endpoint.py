@@ -12,6 +12,7 @@ import click
 from lorahost_deploy import components, console, plan, requests, scaling, store, waiting
 from lorahost_deploy.aws import Aws
 from lorahost_deploy.compare import holds
+from lorahost_deploy.errors import DeployError
 from lorahost_deploy.options import file_option, pairs, verb
 from lorahost_deploy.plan import Plan
 from lorahost_deploy.policies import role_arn
@@ -85,6 +86,11 @@ def _base(aws: Aws, wanted: Plan, model: str) -> None:
     name = wanted.base
     found = components.settled(aws, name)
     if found is not None and found[components.STATUS] == "Failed":
+        if adapters := components.adapters_of(aws, wanted.endpoint, name):
+            raise DeployError(
+                f"base {name} is Failed ({found.get('FailureReason', '')}) and can't be made anew while it has "
+                f"adapters: remove {', '.join(adapters)} with `lorahost deploy adapter rm` first"
+            )
         console.say(f"base {name}: failed before ({found.get('FailureReason', '')}), created anew")
         components.delete(aws, name, f"base {name}")
         found = None

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "policies" if (HERE / "policies").is_dir() else HERE.parent / "policies"
 EXECUTION_ROLE = "lorahost-execution"
 BUILD_ROLE = "lorahost-build"
+BEDROCK_ROLE = "lorahost-bedrock"
 REPOSITORY = "lorahost"
 PROJECT = "lorahost-image"
 
@@ -51,6 +52,7 @@ def policy(name: str, aws: Aws, store: str) -> dict[str, Any]:
         project=PROJECT,
         execution_role=EXECUTION_ROLE,
         build_role=BUILD_ROLE,
+        bedrock_role=BEDROCK_ROLE,
     )
     found: dict[str, Any] = json.loads(text)
     return found

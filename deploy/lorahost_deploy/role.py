@@ -10,10 +10,10 @@ import click
 from lorahost_deploy import console
 from lorahost_deploy.aws import Aws
 from lorahost_deploy.options import verb
-from lorahost_deploy.policies import BUILD_ROLE, EXECUTION_ROLE, compact, policy
+from lorahost_deploy.policies import BEDROCK_ROLE, BUILD_ROLE, EXECUTION_ROLE, compact, policy
 
-ROLES = {EXECUTION_ROLE: "execution", BUILD_ROLE: "build"}
-PRINTABLE = ["deployer", "invoker", "execution", "build"]
+ROLES = {EXECUTION_ROLE: "execution", BUILD_ROLE: "build", BEDROCK_ROLE: "bedrock"}
+PRINTABLE = ["deployer", "invoker", "execution", "build", "bedrock"]
 
 
 @click.command("role")
@@ -21,13 +21,16 @@ PRINTABLE = ["deployer", "invoker", "execution", "build"]
     "--store", required=True, help="s3://bucket/prefix of models and adapters; the roles may read only there."
 )
 @click.option("--print", "printed", type=click.Choice(PRINTABLE), help="Only print a policy.")
+@click.option("--bedrock", is_flag=True, help="The role of Bedrock's model import, too.")
 @verb
-def role(aws: Aws, store: str, printed: str | None) -> None:
+def role(aws: Aws, store: str, printed: str | None, bedrock: bool) -> None:
     """Create or update the roles that SageMaker and CodeBuild work with."""
     if printed:
         click.echo(json.dumps(policy(printed, aws, store), indent=2))
         return
     for name, kind in ROLES.items():
+        if kind == "bedrock" and not bedrock:
+            continue
         ensure(aws, name, policy(f"{kind}-trust", aws, store), policy(kind, aws, store))
 
 

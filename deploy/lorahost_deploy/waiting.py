@@ -82,7 +82,13 @@ def gone(aws: Aws, look: Look, status: str, what: str, timeout_s: float = 3600.0
 def _tail(aws: Aws, group: str) -> str:
     """The last lines of a log group; says so when they can't be read."""
     try:
-        answer = aws.find("logs", "FilterLogEvents", logGroupName=group, limit=1000) or {}
+        newest = {"orderBy": "LastEventTime", "descending": True, "limit": 1}
+        streams = aws.find("logs", "DescribeLogStreams", logGroupName=group, **newest) or {}
+        names = [stream["logStreamName"] for stream in streams.get("logStreams", [])]
+        if not names:
+            return " (it has no lines)"
+        where = {"logGroupName": group, "logStreamName": names[0]}
+        answer = aws.find("logs", "GetLogEvents", **where, startFromHead=False, limit=LOG_LINES) or {}
     except DeployError as error:
         return f"\n  (its lines can't be read: {error.message.splitlines()[0]})"
     lines = [line for event in answer.get("events", []) for line in event["message"].splitlines()]

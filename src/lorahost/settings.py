@@ -55,6 +55,9 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices("LORAHOST_LORA", "SM_VLLM_ENABLE_LORA", "OPTION_ENABLE_LORA"),
         description="Serve adapters; false serves the base model alone.",
     )
+    kernels: Literal["on", "off"] = Field(
+        "off", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
+    )
     max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")
     max_adapters: int = Field(64, ge=1, description="Adapters that may be registered at once.")
     max_slots: int = Field(16, ge=1, description="Upper bound of the number of slots worked out from free memory.")

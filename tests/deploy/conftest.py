@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import botocore.session
 import pytest
 from botocore.config import Config
 from click.testing import CliRunner, Result
@@ -86,6 +88,8 @@ def _credentials() -> Iterator[None]:
             patch.delenv(name, raising=False)
         for name, value in names.items():
             patch.setenv(name, value)
+        # each run of the command line has a session of its own; reading SageMaker's model takes long
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
         yield
 
 

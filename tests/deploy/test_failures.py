@@ -64,6 +64,16 @@ def test_a_container_that_does_not_start_shows_its_log(cli: Cli, account: Accoun
     assert account.ask("demo-base") == "base"
 
 
+def test_a_base_that_fails_with_adapters_says_what_to_do(cli: Cli, deployed: Account) -> None:
+    cli("adapter", "add", "pirate", PIRATE, *SITE)
+    said = cli(*DEPLOY, "--env", "LORAHOST_PROT=1", ok=False).stderr
+    assert "base demo-base is Failed" in said
+    assert "remove pirate with `lorahost deploy adapter rm` first" in cli(*DEPLOY, ok=False).stderr
+    cli("adapter", "rm", "pirate", *SITE)
+    cli(*DEPLOY)
+    assert deployed.ask("demo-base") == "base"
+
+
 def test_a_failed_adapter_is_made_anew(cli: Cli, deployed: Account) -> None:
     deployed.conduct.failing["pirate"] = "something odd"
     said = cli("adapter", "add", "pirate", PIRATE, *SITE, ok=False).stderr

@@ -16,7 +16,7 @@ import lorahost
 import lorahost_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (ROOT / "src" / "lorahost", ROOT / "kernels" / "lorahost_kernels")
+SOURCES = (ROOT / "src" / "lorahost", ROOT / "kernels" / "lorahost_kernels", ROOT / "deploy" / "lorahost_deploy")
 ENGINE_PACKAGES = (SOURCES[0] / "engine" / "vllm_026", SOURCES[1] / "vllm_026")
 MAX_LINES = 300
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".sh", ".txt", ".lock", ".in", ".cfg", ".jinja", ""}
@@ -92,6 +92,16 @@ def test_vllm_finds_the_plugin() -> None:
 def test_the_command_is_installed() -> None:
     [point] = [p for p in metadata.entry_points(group="console_scripts") if p.name == "lorahost"]
     assert point.value == "lorahost.cli:main"
+
+
+def test_deployment_needs_neither_torch_nor_vllm_and_the_server_no_boto3() -> None:
+    code = "import lorahost_deploy.cli, lorahost_deploy.local.command, lorahost_deploy.local.server"
+    assert loaded_by(code, "torch", "vllm", "transformers") == []
+    code = "import lorahost.cli, lorahost.server, lorahost.http.app"
+    assert loaded_by(code, "boto3", "botocore", "lorahost_deploy", "moto", "yaml", "rich") == []
+    # the help lists all commands, and still costs no AWS client
+    code = "from click.testing import CliRunner\nfrom lorahost.cli import main\nassert 'local-aws' in CliRunner()"
+    assert loaded_by(code + ".invoke(main, ['-h']).output", "boto3", "botocore", "moto") == []
 
 
 def test_only_two_packages_import_vllm() -> None:

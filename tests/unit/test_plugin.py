@@ -130,8 +130,10 @@ class TestSignatureTable:
         return {
             *signatures.COMMON_NAMES,
             *signatures.CPU_NAMES,
+            *signatures.GPU_NAMES,
             *signatures.COMMON_ATTRIBUTES,
             *signatures.CPU_ATTRIBUTES,
+            *signatures.GPU_ATTRIBUTES,
         }
 
     @pytest.fixture(scope="class")
@@ -141,7 +143,7 @@ class TestSignatureTable:
 
         found = {name.rpartition(".")[2].rpartition(":")[2] for name in names}
         found.update((signatures.COMMON_NAMES["vllm.lora.request:LoRARequest"] or "").split())
-        for table in (signatures.COMMON_ATTRIBUTES, signatures.CPU_ATTRIBUTES):
+        for table in (signatures.COMMON_ATTRIBUTES, signatures.CPU_ATTRIBUTES, signatures.GPU_ATTRIBUTES):
             for listed in table.values():
                 found.update(listed.split())
         return found

@@ -1,4 +1,4 @@
-"""Sorts requests by service: SageMaker and autoscaling are played here, the rest by moto."""
+"""Sorts requests by service: SageMaker, autoscaling and Bedrock's import are played here, the rest by moto."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from werkzeug import Request, Response
 
 from lorahost_deploy import strict
 from lorahost_deploy.local.autoscaling import Autoscaling
+from lorahost_deploy.local.bedrock import Bedrock
 from lorahost_deploy.local.copies import Copies
 from lorahost_deploy.local.endpoints import Endpoints
 from lorahost_deploy.local.failures import ApiError, denied
@@ -45,6 +46,7 @@ class App:
         self._models = models
         self._moto = moto
         self._runtime = Runtime(world, autoscaling)
+        self.bedrock = Bedrock(world)
         self._handlers: dict[str, tuple[Any, ...]] = {
             "sagemaker": (Endpoints(world), InferenceComponents(world, copies)),
             "application-autoscaling": (autoscaling,),
@@ -64,6 +66,8 @@ class App:
             if service == "sagemaker" and request.path.startswith("/endpoints/"):
                 self._check_allowed("sagemaker:InvokeEndpoint")
                 return self._runtime(request)(environ, start_response)
+            if service == "bedrock" and self.bedrock.plays(request):
+                return self.bedrock(request)(environ, start_response)
         except ApiError as error:
             return _error(error)(environ, start_response)
         return self._moto(environ, start_response)

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from lorahost_deploy.local.forward import PREFIX
 
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")
 STOP_S = 30.0
 PING_S = 2.0
 CHANGE_S = 900.0
@@ -142,6 +142,9 @@ class Launcher(Protocol):
     def launch(self, environment: dict[str, str], model: Path | None) -> Container:
         """Starts one; it is not ready yet."""
 
+    def close(self) -> None:
+        """Stops what it started and still runs."""
+
 
 class ProcessLauncher:
     """Runs `lorahost serve` on this machine.
@@ -156,6 +159,7 @@ class ProcessLauncher:
         self._engine = engine
         self._extra = extra or {}
         self._count = itertools.count(1)
+        self._started: list[Container] = []
 
     def launch(self, environment: dict[str, str], model: Path | None) -> Container:
         """One process on a free port."""
@@ -182,7 +186,17 @@ class ProcessLauncher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Container(f"http://127.0.0.1:{port}", root, root, log, process)
+        container = Container(f"http://127.0.0.1:{port}", root, root, log, process)
+        self._started.append(container)
+        return container
+
+    def close(self) -> None:
+        """Asks all to stop, then waits for each."""
+        for container in self._started:
+            if container.process is not None and container.process.poll() is None:
+                container.process.terminate()
+        for container in self._started:
+            container.stop()
 
 
 class RunningServer:
@@ -201,6 +215,9 @@ class RunningServer:
     def launch(self, environment: dict[str, str], model: Path | None) -> Container:
         """The same server each time; environment and model are what it was started with."""
         return Container(self._url, self._root, self._seen_root)
+
+    def close(self) -> None:
+        """The server belongs to somebody else."""
 
 
 def _free_port() -> int:

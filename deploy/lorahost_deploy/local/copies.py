@@ -47,7 +47,11 @@ class Copies:
                 self._register(component, container)
         elif differs:
             old, component.containers = component.containers, []
-            self._scale(component)
+            try:
+                self._scale(component)
+            except (ContainerError, artifacts.ArtifactError):
+                component.containers = [*component.containers, *old]
+                raise
             for container in old:
                 container.stop()
         else:

@@ -61,7 +61,7 @@ class LocalAws:
         """Stops answering, and all containers."""
         self._server.shutdown()
         self._server.server_close()
-        self.world.close()
+        self.world.launcher.close()
 
 
 @contextlib.contextmanager

@@ -145,10 +145,3 @@ class World:
                 f"utilization of {used} Instances and a request delta of {asked} Instances. Please use AWS Service "
                 "Quotas to request an increase for this quota.",
             )
-
-    def close(self) -> None:
-        """Stops all containers."""
-        with self.lock:
-            containers = [c for component in self.components.values() for c in component.containers]
-        for container in containers:
-            container.stop()

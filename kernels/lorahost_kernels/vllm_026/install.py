@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import vllm
 from vllm.platforms import current_platform
@@ -66,6 +67,12 @@ def register_cpu() -> None:
 
 
 def register_gpu() -> None:
-    """On a GPU vLLM's own kernels run every operation."""
+    """With LORAHOST_KERNELS=on this package's kernels, else vLLM's own, for every operation."""
+    path = "stock"
+    if os.environ.get("LORAHOST_KERNELS", "off") == "on":
+        from lorahost_kernels.vllm_026 import gpu_punica
+
+        gpu_punica.apply_patches()
+        path = "triton"
     for operation in ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand", "shrink", "expand"):
-        operations[operation] = "stock"
+        operations[operation] = path

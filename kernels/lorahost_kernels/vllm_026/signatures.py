@@ -91,6 +91,30 @@ CPU_NAMES: dict[str, str | None] = {
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._replace_quant_method": ("self quant_method"),
 }
 
+# The same for what only the GPU path uses.
+GPU_NAMES: dict[str, str | None] = {
+    "vllm.utils.torch_utils:direct_register_custom_op": (
+        "op_name op_func mutates_args fake_impl target_lib dispatch_key tags"
+    ),
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU": "max_num_batched_tokens max_batches device kwargs",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.update_metadata": (
+        "self mapping lora_index_to_id max_loras vocab_size kwargs"
+    ),
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear": (
+        "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
+    ),
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_w13": (
+        "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens top_k_num max_loras "
+        "adapter_enabled local_num_experts top_k num_slices fully_sharded use_tuned_config add_inputs "
+        "token_lora_mapping"
+    ),
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_w2": (
+        "self y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora expert_ids_lora "
+        "num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 top_k_num max_loras adapter_enabled top_k "
+        "fully_sharded tp_rank use_tuned_config add_inputs"
+    ),
+}
+
 # `module:class` -> attributes of its instances, which only its source shows.
 COMMON_ATTRIBUTES: dict[str, str] = {
     "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
@@ -129,16 +153,23 @@ CPU_ATTRIBUTES: dict[str, str] = {
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE": "gate_up_linear down_linear",
 }
 
+# The same for what only the GPU path uses.
+GPU_ATTRIBUTES: dict[str, str] = {
+    "vllm.lora.layers.utils:LoRAMapping": "index_mapping",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU": "token_mapping_meta max_loras",
+    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta": "token_lora_mapping no_lora_flag_cpu",
+}
+
 
 def check_signatures(cpu: bool) -> None:
-    """Compares the tables with the installed vLLM; the CPU's only where `cpu`.
+    """Compares the tables with the installed vLLM: the common ones, and the CPU's or the GPU's.
 
     Raises:
         PluginError: with one line per name that is missing or differs.
     """
     problems = [*_name_problems(COMMON_NAMES), *_attribute_problems(COMMON_ATTRIBUTES)]
-    if cpu:
-        problems += [*_name_problems(CPU_NAMES), *_attribute_problems(CPU_ATTRIBUTES)]
+    names, attributes = (CPU_NAMES, CPU_ATTRIBUTES) if cpu else (GPU_NAMES, GPU_ATTRIBUTES)
+    problems += [*_name_problems(names), *_attribute_problems(attributes)]
     if problems:
         raise PluginError(f"this vLLM is not the {VLLM_VERSION} that lorahost's plugin knows:\n" + "\n".join(problems))
 

@@ -1,0 +1,1 @@
+"""Bedrock can't run containers: an adapter is merged into its base model, and the result is imported."""
