@@ -37,8 +37,11 @@ class Aws:
         dry_run: bool = False,
         poll_s: float = 15.0,
     ) -> None:
-        import boto3
-        from botocore.config import Config
+        try:
+            import boto3
+            from botocore.config import Config
+        except ModuleNotFoundError as error:
+            raise DeployError(f"no module {error.name}: pip install 'lorahost[deploy]'") from error
 
         self._session: Any = boto3.Session(profile_name=profile, region_name=region)
         self._session.events.register("before-parameter-build", _check)

@@ -14,7 +14,7 @@ from lorahost_deploy.plan import S3Place
 
 HERE = Path(__file__).resolve().parent
 # beside the package in the wheel, one level up in the repository
-FOLDER = HERE / "policies" if (HERE / "policies").is_dir() else HERE.parent / "policies"
+FOLDER = HERE / "policy_files" if (HERE / "policy_files").is_dir() else HERE.parent / "policies"
 EXECUTION_ROLE = "lorahost-execution"
 BUILD_ROLE = "lorahost-build"
 BEDROCK_ROLE = "lorahost-bedrock"

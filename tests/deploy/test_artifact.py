@@ -13,7 +13,7 @@ from lorahost.adapters import chat_template
 from lorahost.adapters.archive import unpack
 from lorahost.adapters.source import digest_of
 from lorahost.adapters.source_files import SourceLimits
-from lorahost_deploy import artifact, history
+from lorahost_deploy import artifact, history, plan
 from lorahost_deploy.plan import S3Place
 
 from .conftest import DEMO, MODEL
@@ -81,3 +81,15 @@ def test_the_version_before(versions: list[str], live: str, expected: str | None
 )
 def test_the_servers_rank(environment: dict[str, str], rank: int) -> None:
     assert artifact.max_rank(environment) == rank
+
+
+def test_the_example_is_a_plan(tmp_path: Path) -> None:
+    example = DEMO.parents[1] / "deploy" / "examples" / "endpoint.yaml"
+    wanted = plan.load(example)
+    wanted.need("image", "model", "store", "instance_type")
+    assert wanted.adapters["sql"] == example.parent / "adapters" / "sql"
+    # a local model is relative to its file, and an option overrules the file
+    (tmp_path / "e.yaml").write_text("endpoint: e\nmodel: weights\nenvironment: {A: '1', B: '2'}\n")
+    found = plan.load(tmp_path / "e.yaml", endpoint="other", environment={"B": "3"})
+    assert (found.endpoint, found.model) == ("other", str(tmp_path / "weights"))
+    assert found.environment == {"A": "1", "B": "3"}

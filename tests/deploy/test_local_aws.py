@@ -14,13 +14,19 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import ClientError, ParamValidationError
+from tests.fakes.running import running, wait_for
 
 from lorahost_deploy import requests
+from lorahost_deploy.local.containers import RunningServer
+from lorahost_deploy.local.server import LocalAws
+from lorahost_deploy.local.server import running as serving
+from lorahost_deploy.local.state import Conduct
 from lorahost_deploy.plan import Plan
 
-from .conftest import DEMO, IMAGE, MODEL, REGION, STORE, Account, Cli
+from .conftest import DEMO, ENDPOINT, IMAGE, MODEL, REGION, STORE, Account, Cli
 
 SITE = ("--endpoint", "demo", "--store", STORE)
+PIRATE = DEMO / "adapters" / "pirate"
 ROLE = "arn:aws:iam::123456789012:role/lorahost-execution"
 
 
@@ -242,3 +248,47 @@ def test_the_command_says_how_to_reach_it_and_stops(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_runs_already_and_sees_the_folder_elsewhere(account: Account, tmp_path: Path) -> None:
+    """As with a container that has the folder mounted."""
+    seen = tmp_path / "opt" / "ml" / "models"
+    seen.parent.mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    seen.symlink_to(tmp_path / "models")
+    with running(tmp_path / "server") as server:
+        launcher = RunningServer(server.url, tmp_path / "models", seen)
+        other = LocalAws(launcher, tmp_path / "work", region=REGION, conduct=Conduct(0.05))
+        with serving(other):
+            there = ("--endpoint-url", other.url, "--poll", "0.05")
+            for words in (("endpoint", "--endpoint", "demo", *ENDPOINT), ("adapter", "add", "pirate", PIRATE, *SITE)):
+                command = [sys.executable, "-m", "lorahost.cli", "deploy", *map(str, words), *there]
+                subprocess.run(command, check=True, capture_output=True, timeout=120)
+            assert Account(other).ask("pirate").startswith("pirate-")
+            [listed] = server.get("/adapters").json()["adapters"]
+            assert listed["src"].startswith(f"{seen}/container_123456789012-pirate-")
+            assert listed["alias"] == "pirate"
+        assert server.ping() == 200
+
+
+def test_a_caller_that_leaves_ends_the_request(cli: Cli, deployed: Account) -> None:
+    [container] = deployed.local.world.components["demo-base"].containers
+
+    def running_requests() -> float:
+        connection = container.connect(5)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        [value] = [line.rpartition(" ")[2] for line in lines if line.startswith("lorahost_running ")]
+        return float(value)
+
+    answer = deployed.client("sagemaker-runtime").invoke_endpoint_with_response_stream(
+        EndpointName="demo",
+        InferenceComponentName="demo-base",
+        Body=json.dumps({"prompt": "hi", "max_tokens": 4000}).encode(),
+    )
+    events = iter(answer["Body"])
+    next(events)
+    assert running_requests() == 1
+    answer["Body"].close()
+    wait_for(lambda: running_requests() == 0, 5)

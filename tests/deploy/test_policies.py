@@ -25,7 +25,16 @@ def aws(account: Account) -> Aws:
 
 
 def test_all_policies_are_filled_in_and_fit(aws: Aws) -> None:
-    assert policies.names() == ["build", "build-trust", "deployer", "execution", "execution-trust", "invoker"]
+    assert policies.names() == [
+        "bedrock",
+        "bedrock-trust",
+        "build",
+        "build-trust",
+        "deployer",
+        "execution",
+        "execution-trust",
+        "invoker",
+    ]
     for name in policies.names():
         text = policies.compact(policies.policy(name, aws, "s3://models/prefix"))
         assert "$" not in text

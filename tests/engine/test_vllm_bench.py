@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.engine.conftest import Models
 from tests.fakes.running import Server
 

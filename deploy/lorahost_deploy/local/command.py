@@ -35,9 +35,14 @@ def local_aws(
     quota: tuple[str, ...],
 ) -> None:
     """Play the AWS services that deployment uses, around real containers; needs lorahost[deploy,local-aws]."""
-    from lorahost_deploy.local.containers import Launcher, ProcessLauncher, RunningServer
-    from lorahost_deploy.local.server import LocalAws, running
-    from lorahost_deploy.local.state import Conduct
+    try:
+        import moto.server  # noqa: F401
+
+        from lorahost_deploy.local.containers import Launcher, ProcessLauncher, RunningServer
+        from lorahost_deploy.local.server import LocalAws, running
+        from lorahost_deploy.local.state import Conduct
+    except ModuleNotFoundError as error:
+        raise DeployError(f"no module {error.name}: pip install 'lorahost[deploy,local-aws]'") from error
 
     if (container_url is None) != (models_dir is None):
         raise DeployError("--container-url and --models-dir belong together: the server reads adapters from there")
@@ -47,11 +52,14 @@ def local_aws(
         if container_url is not None and models_dir is not None:
             models_dir.mkdir(parents=True, exist_ok=True)
             launcher = RunningServer(container_url, models_dir.resolve(), container_models_dir or models_dir.resolve())
-        local = LocalAws(launcher, Path(work), port=port, region=region, conduct=conduct)
+        try:
+            local = LocalAws(launcher, Path(work), port=port, region=region, conduct=conduct)
+        except (OSError, SystemExit) as error:
+            raise DeployError(f"--port {port}: can't listen there: {error}") from error
         signal.signal(signal.SIGTERM, _stop)
         with running(local), contextlib.suppress(KeyboardInterrupt):
             click.echo(f"export AWS_ENDPOINT_URL={local.url} AWS_REGION={region}")
-            click.echo("export AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local", nl=True)
+            click.echo("export AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local")
             signal.pause()
 
 

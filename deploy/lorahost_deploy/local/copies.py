@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lorahost_deploy.errors import DeployError
 from lorahost_deploy.local import artifacts
 from lorahost_deploy.local.containers import Container, ContainerError
 from lorahost_deploy.local.state import ACCOUNT, Component, Json, World
 
+log = logging.getLogger(__name__)
 START_S = 3600.0
 
 
@@ -64,6 +65,9 @@ class Copies:
 
     def take_down(self, component: Component) -> None:
         """Removes a component and what it holds."""
+        self._carry_out(component, lambda: self._down(component))
+
+    def _down(self, component: Component) -> None:
         if component.base and component.base in self._world.components:
             for container in self._world.components[component.base].containers:
                 self._unregister(component, container)
@@ -78,9 +82,12 @@ class Copies:
         try:
             if not reason:
                 work()
-        except (ContainerError, artifacts.ArtifactError, DeployError) as error:
+        except (ContainerError, artifacts.ArtifactError) as error:
             reason = str(error)
             self._publish(component)
+        except Exception as error:  # a thread that dies would leave the component on its way for ever
+            log.exception("component %s", component.name)
+            reason = f"Internal failure: {error!r}"
         with self._world.lock:
             component.reason = reason
             component.status = "Failed" if reason else "InService"

@@ -135,8 +135,8 @@ class ModelLayout:
     @property
     def engine_suffixes(self) -> tuple[str, ...]:
         """Last components of the engine modules that LoRA can be on; the engine need not wrap any other."""
-        targets = [*self.dense_targets(), *self.expert_targets()]
-        return tuple(sorted({target.engine.rpartition(".")[2] for target in targets}))
+        engines = [t.engine for t in self.dense_targets()] + [t.engine for t in self.expert_targets()]
+        return tuple(sorted({engine.rpartition(".")[2] for engine in engines}))
 
     @property
     def module_ids(self) -> frozenset[str]:

@@ -91,9 +91,9 @@ class HostLogger(Logger):
         """No handlers of its own."""
         self.error_log.handlers.clear()
         self.error_log.propagate = True
-        self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
+        self.error_log.setLevel(str(cfg.loglevel).upper())
 
-    def exception(self, msg: str, *args: Any, **kwargs: Any) -> None:
+    def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         """A client without patience is no fault of ours and needs no traceback."""
         if isinstance(sys.exc_info()[1], BlockingIOError):
             self.error_log.warning("a client stopped sending or reading; its connection is closed")
