@@ -239,7 +239,7 @@ def test_litellm_asks_and_streams(litellm: Any, asked: dict[str, str], name: str
 
 def test_litellm_puts_the_endpoints_name_into_model_and_hears_what_to_set(litellm: Any) -> None:
     """An unknown name is no adapter of ours: the base answers only where the operator allows it."""
-    with pytest.raises(Exception, match="unknown_model=base"):
+    with pytest.raises(Exception, match="LORAHOST_UNKNOWN_MODEL=base"):
         litellm()
 
 
