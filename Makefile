@@ -1,4 +1,4 @@
-# make demo    from nothing to four answers on this machine's CPU (PORT=8080, ONESHOT=1 to stop after them)
+# make demo    from nothing to the answers of a base model and its adapters on this machine's CPU (PORT=8080, ONESHOT=1 to stop after them)
 # make demo-aws   the life of an endpoint against a local stand-in of AWS (ENGINE=fake without a model)
 # make deploy-venv   .venv-deploy for `lorahost deploy`, without torch and vLLM
 # make test    lint, types and all tests, the real CPU engine included

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def call(port: int, adapter: str | None, stream: bool = False) -> HTTPConnection
 def wait_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     """Waits for GET /ping to say 200, and shows that time passes."""
     started = time.monotonic()
+    shown = 0.0
     clear = "\r\033[K" if sys.stdout.isatty() else ""
     while time.monotonic() - started < START_S:
         if server.poll() is not None:
@@ -53,8 +55,12 @@ def wait_ready(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
             state = json.loads(answer.read()).get("reason", "")
         except OSError:
             state = "the socket is not open yet"
+        waited = time.monotonic() - started
         if sys.stdout.isatty():
-            print(f"\r{time.monotonic() - started:4.0f} s  {state}", end="", flush=True)
+            print(f"\r{waited:4.0f} s  {state}", end="", flush=True)
+        elif waited > shown + 15:
+            shown = waited
+            print(f"{waited:4.0f} s  {state}", flush=True)
         time.sleep(1)
     sys.exit(f"the server was not ready within {START_S} s; its log: {log}")
 
@@ -91,6 +97,7 @@ try it:
   curl {url}/invocations -d {question}
   curl {url}/invocations -H '{ADAPTER_HEADER}: {name}' -d {question}
   curl {url}/adapters
+  .venv/bin/lorahost adapters ls --url {url}
   curl {url}/metrics
 Ctrl-C stops it."""
 
@@ -102,6 +109,10 @@ def main() -> None:
     parser.add_argument("--oneshot", action="store_true", help="stop after the answers")
     options = parser.parse_args()
     adapters = HERE / "adapters"
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", options.port)) == 0:
+            sys.exit(f"port {options.port} is taken; choose another with PORT=")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = sorted(p.name for p in adapters.iterdir() if p.is_dir())
     log = Path(tempfile.gettempdir()) / f"lorahost-demo-{options.port}.log"
     environment = os.environ | {
@@ -120,8 +131,8 @@ def main() -> None:
         show_answers(options.port, names)
         show_stream(options.port, names[0])
         if not options.oneshot:
-            print(hints(options.port, names[0]))
-            server.wait()
+            print(hints(options.port, names[0]), flush=True)
+            print(f"the server ended with code {server.wait()}; its log: {log}")
     except KeyboardInterrupt:
         print()
     finally:

@@ -78,12 +78,18 @@ def doctor_(show_settings: bool, settings_page: bool, as_json: bool) -> None:
     sys.exit(0 if report["ok"] else 1)
 
 
+URL = click.option(
+    "--url",
+    envvar="LORAHOST_URL",
+    default="http://localhost:8080",
+    show_default=True,
+    help="The server; LORAHOST_URL sets it, too.",
+)
+
+
 @main.group()
-@click.option("--url", envvar="LORAHOST_URL", default="http://localhost:8080", show_default=True, help="The server.")
-@click.pass_context
-def adapters(context: click.Context, url: str) -> None:
+def adapters() -> None:
     """Manage the adapters of a running server."""
-    context.obj = url
 
 
 @adapters.command("add")
@@ -91,14 +97,14 @@ def adapters(context: click.Context, url: str) -> None:
 @click.argument("src")
 @click.option("--no-preload", is_flag=True, help="Load it with its first request.")
 @click.option("--pin", is_flag=True, help="Never evict it.")
-@click.pass_obj
+@URL
 def add(url: str, name: str, src: str, no_preload: bool, pin: bool) -> None:
     """Register adapter NAME from SRC: a directory or tar.gz on the server's disk, or s3://."""
     _report(client.add(url, name, src, preload=not no_preload, pin=pin))
 
 
 @adapters.command("ls")
-@click.pass_obj
+@URL
 def ls(url: str) -> None:
     """List the adapters."""
     status, page = client.ls(url)
@@ -109,7 +115,7 @@ def ls(url: str) -> None:
 
 @adapters.command("rm")
 @click.argument("name")
-@click.pass_obj
+@URL
 def rm(url: str, name: str) -> None:
     """Unregister adapter NAME once its requests are done."""
     _report(client.rm(url, name))

@@ -196,13 +196,18 @@ class Host:
             log.warning("aborting %d requests that did not end within the drain", self.gate.count)
             self.loop.soon(self._abort_all)
             self.gate.wait_empty(2.0)
-        if self.engine is not None:
+        for what, stop in (("engine", self.engine and self.engine.stop), ("registry", self._close_registry)):
             try:
-                self.run(self.engine.stop(), timeout_s=4.0)
+                if stop:
+                    self.run(stop(), timeout_s=4.0)
             except Exception:
-                log.exception("the engine did not stop in time")
+                log.exception("the %s did not stop in time", what)
         log.info("drained")
         self.exit(0)
+
+    async def _close_registry(self) -> None:
+        if self._registry is not None:
+            await self._registry.close()
 
     def _abort_all(self) -> None:
         for task in list(self._work):

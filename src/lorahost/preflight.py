@@ -64,7 +64,7 @@ def driver_version(path: Path = DRIVER_FILE) -> str | None:
 
 def run(settings: Settings, environ: Mapping[str, str]) -> Iterator[Finding]:
     """All checks, in the order in which they matter."""
-    checks: list[Callable[[Settings, Mapping[str, str]], Finding]] = [_work_dir, _port]
+    checks: list[Callable[[Settings, Mapping[str, str]], Finding]] = [_work_dir, _adapters_dir, _port]
     if settings.engine == "vllm":
         checks = [_model, _engine, _plugin, _device, _driver, _shm, *checks]
     for check in checks:
@@ -141,6 +141,13 @@ def _work_dir(settings: Settings, environ: Mapping[str, str]) -> Finding:
     except OSError as error:
         return Finding("work_dir", f"LORAHOST_WORK_DIR={settings.work_dir} is not writable: {error.strerror}", 37)
     return Finding("work_dir", f"{settings.work_dir}, {shutil.disk_usage(settings.work_dir).free >> 20} MiB free")
+
+
+def _adapters_dir(settings: Settings, environ: Mapping[str, str]) -> Finding:
+    path = settings.adapters_dir
+    if path is not None and not path.is_dir():
+        return Finding("adapters", f"LORAHOST_ADAPTERS_DIR={path} is no directory", 39)
+    return Finding("adapters", str(path or "the model's adapters folder, if there is one"))
 
 
 def _port(settings: Settings, environ: Mapping[str, str]) -> Finding:

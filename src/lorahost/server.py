@@ -30,6 +30,7 @@ from lorahost.observe import RegistryObserver
 from lorahost.settings import MODEL_DIR, ModelChoice, Settings, engine_flags, load_settings, shown_environment
 
 log = logging.getLogger(__name__)
+ARCHIVE_ENDINGS = (".tar.gz", ".tgz", ".tar")
 
 
 def build(environ: Mapping[str, str] | None = None) -> Host:
@@ -154,14 +155,24 @@ class _Plan:
     async def _boot(self, host: Host) -> None:
         """Registers the adapters beside the model; a bad one is reported and does not stop the start."""
         root = self._settings.adapters_dir or Path(self._model or MODEL_DIR) / "adapters"
-        found = sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
-        for path in found:
+        found = _adapters_in(root) if root.is_dir() else {}
+        for name, path in found.items():
             try:
-                await host.registry.register(path.name, str(path.resolve()))
+                await host.registry.register(name, str(path.resolve()))
             except HostError as error:
-                log.error("adapter %s at start: %s", path.name, error.message, extra={"code": error.code})
+                log.error("adapter %s at start: %s", name, error.message, extra={"code": error.code})
         if found:
             log.info("adapters at start", extra={"found": len(found), "root": str(root)})
+
+
+def _adapters_in(root: Path) -> dict[str, Path]:
+    """Directories and archives right below `root` by adapter name; hidden ones are none."""
+    found: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):
+        ending = next((e for e in ARCHIVE_ENDINGS if path.name.endswith(e)), "")
+        if not path.name.startswith(".") and (path.is_dir() or ending):
+            found.setdefault(path.name.removesuffix(ending), path)
+    return found
 
 
 def _dtype(name: str) -> Dtype:

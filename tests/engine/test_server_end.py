@@ -68,3 +68,28 @@ def test_a_killed_engine_fails_ping_and_ends_the_process(tiny: Models, tmp_path:
         assert server.process.wait(20) == 3
     finally:
         server.stop()
+
+
+def test_a_killed_worker_takes_the_engine_along(tiny: Models, tmp_path: Path) -> None:
+    server = start_server(tmp_path, tiny)
+    try:
+        family = _descendants(server.process.pid)
+        os.kill(family[0], signal.SIGKILL)
+        assert server.process.wait(20) == 5
+        wait_for(lambda: not [pid for pid in family if alive(pid)], 5, "the engine to end")
+    finally:
+        server.stop()
+
+
+def test_a_hung_engine_is_noticed_by_an_adapter_change_alone(tiny: Models, tmp_path: Path) -> None:
+    server = start_server(tmp_path, tiny, LORAHOST_STALL_S="4", LORAHOST_EXIT_GRACE_S="1")
+    try:
+        for pid in engine_processes(server):
+            os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            change = pool.submit(server.add, "ada", tiny.adapters["ada"])
+            wait_for(lambda: server.ping() == 503, 10, "ping to fail")
+            assert server.process.wait(20) == 3
+            assert change.exception() is not None or change.result().status >= 500
+    finally:
+        server.stop()

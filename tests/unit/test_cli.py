@@ -97,7 +97,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_adapters_add(calls: list[Any]) -> None:
-    result = run("adapters", "--url", "http://server:1", "add", "poet", "s3://b/poet", "--pin")
+    result = run("adapters", "add", "--url", "http://server:1", "poet", "s3://b/poet", "--pin")
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"status": "registered"})
     run("adapters", "add", "poet", "s3://b/poet", "--no-preload", LORAHOST_URL="http://server:2")
     assert calls == [

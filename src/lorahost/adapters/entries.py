@@ -133,8 +133,15 @@ def check_wanted(name: str, wanted: Wanted, reserved: frozenset[str]) -> None:
                 f"{param} must be at most {MAX_NAME} printable characters, not {text[:80]!r} ({len(text)})",
                 param=param,
             )
-    if name in reserved:
-        raise InvalidRequestError(f"name {name!r} is the base model's; choose another", param="name")
+        if param != "src" and text != text.strip():
+            raise InvalidRequestError(f"{param} must not begin or end with a space, as {text!r} does", param=param)
+        if param != "src" and text in reserved:
+            raise InvalidRequestError(f"{param} {text!r} is the base model's name; choose another", param=param)
+    if name.startswith("/") or name.endswith("/") or "//" in name:
+        raise InvalidRequestError(
+            f"name must not begin or end with '/' nor contain '//', as {name!r} does: it is part of a path",
+            param="name",
+        )
     check_pin(wanted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -67,7 +68,8 @@ class Preparation:
 
     def __init__(self, tools: AdapterTools, work_dir: Path, run: Runner, delete: Runner, emit: events.Emit) -> None:
         work_dir.mkdir(parents=True, exist_ok=True)
-        self.root = Path(tempfile.mkdtemp(prefix="adapters-", dir=work_dir))
+        _remove_orphans(work_dir)
+        self.root = Path(tempfile.mkdtemp(prefix=f"adapters-{os.getpid()}-", dir=work_dir))
         self._tools = tools
         self._run = run
         self._delete = delete
@@ -167,6 +169,14 @@ class Preparation:
         job = asyncio.create_task(run())
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+
+
+def _remove_orphans(work_dir: Path) -> None:
+    """Deletes what killed processes left; several servers may share a work directory."""
+    for path in work_dir.glob("adapters-*-*"):
+        owner = path.name.split("-")[1]
+        if owner.isdigit() and owner != str(os.getpid()) and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, onerror=_log_failure)
 
 
 def _log_failure(call: object, path: str, info: tuple[object, BaseException, object]) -> None:

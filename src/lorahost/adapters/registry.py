@@ -129,12 +129,13 @@ class AdapterRegistry:
         Raises:
             InvalidRequestError: a bad parameter, or pin without preload.
             AdapterRejectedError: the source can't be fetched, imported or served.
-            AdapterConflictError: it was removed meanwhile.
+            AdapterConflictError: it was removed meanwhile, or name or alias mean another adapter.
             CapacityError: too many adapters, versions in the engine, or pins.
         """
         wanted = Wanted(src, alias, preload, pin)
         entries.check_wanted(name, wanted, self._settings.reserved)
         self._check_open()
+        self._table.check_alias(name, alias)
         entry = self._table.entries.get(name)
         if entry is None or entry.removed.is_set():
             entry = self._table.add(name, wanted)

@@ -92,6 +92,22 @@ class AdapterTable:
         self.publish(entry)
         return entry
 
+    def check_alias(self, name: str, alias: str | None) -> None:
+        """One word must mean one adapter.
+
+        Raises:
+            AdapterConflictError: the alias is another adapter's name, or the name another adapter's alias.
+        """
+        if alias is not None and alias != name and alias in self.entries:
+            raise AdapterConflictError(
+                f"alias {alias!r} of adapter {name!r} is the name of another adapter", code="alias_taken", param="alias"
+            )
+        others = sorted(self._aliases.get(name, frozenset()) - {name})
+        if others:
+            raise AdapterConflictError(
+                f"name {name!r} is the alias of adapter {others[0]!r}", code="name_taken", param="name"
+            )
+
     def restart(self, entry: Entry, wanted: Wanted) -> None:
         """A registration of an existing entry is on its way; one that had failed counts again from now on.
 

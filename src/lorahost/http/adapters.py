@@ -16,7 +16,7 @@ from lorahost.host import Host
 from lorahost.http.bodies import read_body
 from lorahost.http.exchange import json_bytes
 from lorahost.requests import attributes
-from lorahost.requests.headers import ADAPTER_ALIAS, header
+from lorahost.requests.headers import ADAPTER_ALIAS, decoded, header
 
 log = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -80,7 +80,7 @@ def add_routes(app: Flask, host: Host) -> None:
 
     def register() -> Response:
         fields = _fields(RegisterBody)
-        alias = header(dict(request.headers), ADAPTER_ALIAS)
+        alias = header(decoded(dict(request.headers)), ADAPTER_ALIAS)
         record = host.run(
             host.registry.register(fields.name, fields.src, alias=alias, preload=fields.preload, pin=fields.pin)
         )
@@ -95,8 +95,10 @@ def add_routes(app: Flask, host: Host) -> None:
 
     def remove(name: str) -> Response:
         record = host.run(host.registry.remove(name, drain_timeout_s=DRAIN_TIMEOUT_S))
-        alias = header(dict(request.headers), ADAPTER_ALIAS)
-        return _status("unregistered", alias or name, record)
+        alias = header(decoded(dict(request.headers)), ADAPTER_ALIAS)
+        if record.in_flight or record.versions_draining:
+            return _status("unregistered", alias or name, record)
+        return _json({"status": f"Adapter {alias or name} unregistered"})
 
     def describe(model: str | None = None, *, name: str) -> Response:
         return _json(_shown(host.registry.get(name)))

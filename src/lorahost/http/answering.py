@@ -35,7 +35,7 @@ class Names:
 
     def resolve(self, name: str) -> str | None:
         """The registered adapter of that name or alias."""
-        return self.host.registry.resolve(name)
+        return None if self.is_base(name) else self.host.registry.resolve(name)
 
     def is_base(self, name: str) -> bool:
         """Whether it is the base model's name."""

@@ -20,6 +20,8 @@ def create_app(host: Host) -> Flask:
     """An application around a host that has been started, or will be."""
     app = Flask("lorahost", static_folder=None)
     app.url_map.strict_slashes = False
+    # an adapter's name may be a path: it must reach its route as it was sent
+    app.url_map.merge_slashes = False
     for module in (health, invocations, adapters, models, bedrock):
         module.add_routes(app, host)
     app.register_error_handler(HostError, _host_error)

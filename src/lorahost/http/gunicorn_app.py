@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import signal
 from pathlib import Path
@@ -15,6 +17,9 @@ from lorahost.host import KILL_AFTER_S, Host, kill_children
 from lorahost.http.worker import HostLogger, HostWorker, connection_limit, limit_patience
 from lorahost.settings import Settings
 
+log = logging.getLogger(__name__)
+PR_SET_CHILD_SUBREAPER = 36
+NOT_FOR_US = frozenset({signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2})
 SHM = Path("/dev/shm")
 KEEPALIVE_S = 75
 EXIT_WORKER_LOST = 5
@@ -29,8 +34,16 @@ class HostArbiter(Arbiter):
 
     terminations = 0
 
+    def start(self) -> None:
+        """Orphans of a killed worker, the engine's processes, become this process's children and can be ended."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        super().start()
+
     def signal(self, sig: int, frame: Any) -> None:
         """Queues a signal; the worker's own handler does the draining."""
+        if sig in NOT_FOR_US:
+            log.warning("%s is ignored: the one worker can't be replaced or doubled", signal.Signals(sig).name)
+            return
         if sig == signal.SIGTERM:
             self.terminations += 1
             if self.terminations > 1:

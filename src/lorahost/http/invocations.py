@@ -16,6 +16,7 @@ from lorahost.http.bodies import read_body
 from lorahost.http.exchange import json_bytes
 from lorahost.pipeline import Account, Task
 from lorahost.requests import attributes, invocation, lmi, selection, streams
+from lorahost.requests.headers import decoded
 from lorahost.requests.invocation import Invocation, RequestSettings
 from lorahost.requests.selection import Choice
 from lorahost.requests.streams import StreamWriter
@@ -31,6 +32,7 @@ def add_routes(app: Flask, host: Host) -> None:
         default_max_new_tokens=settings.lmi_max_new_tokens,
         tgi_compat=settings.tgi_compat,
         unknown_model=settings.unknown_model,
+        max_sequences=settings.max_sequences,
     )
     limit = int(settings.max_body_mb * 2**20)
 
@@ -44,7 +46,7 @@ def add_routes(app: Flask, host: Host) -> None:
 
 def _run(host: Host, reading: RequestSettings, body: bytes) -> Response:
     """Reads and runs one request; the gate is left when its answer is complete."""
-    headers: Mapping[str, str] = dict(request.headers)
+    headers: Mapping[str, str] = decoded(dict(request.headers))
     asked = invocation.parse(
         body,
         request.headers.get("Content-Type"),

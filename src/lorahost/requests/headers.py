@@ -16,6 +16,18 @@ CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 STREAM_API = "InvokeEndpointWithResponseStream"
 
 
+def decoded(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers with values read as UTF-8 where they are valid UTF-8: WSGI hands them over as Latin-1."""
+    return {name: _utf8(value) for name, value in headers.items()}
+
+
+def _utf8(value: str) -> str:
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
+
+
 def header(headers: Mapping[str, str], name: str) -> str | None:
     """The stripped value of header `name` in any case; None when it is absent or blank."""
     wanted = name.lower()

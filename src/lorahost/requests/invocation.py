@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lorahost.core import Api, Json
 from lorahost.requests import attributes as custom_attributes
-from lorahost.requests import lmi, schema
+from lorahost.requests import lmi, schema, sequences
 from lorahost.requests.attributes import Attributes
 from lorahost.requests.headers import (
     CUSTOM_ATTRIBUTES,
@@ -53,6 +53,7 @@ class RequestSettings(BaseModel):
         tgi_compat: Answers LMI requests with a list, and streams them as SSE, as TGI does.
         unknown_model: What a body's unknown `model` means on /invocations (see `selection`).
         max_deadline_s: Longest `deadline_s`, in seconds.
+        max_sequences: Most sequences of one request, prompts times `n`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,6 +63,7 @@ class RequestSettings(BaseModel):
     tgi_compat: bool = False
     unknown_model: UnknownModel = "error"
     max_deadline_s: float = Field(default=3600.0, gt=0)
+    max_sequences: int = Field(default=64, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def parse(
         calls = tuple(Call(plan.api, one) for one in bodies)
     else:
         calls = (Call("chat" if kind == "chat" else "completions", openai_body(data, stream)),)
+    sequences.check((call.body for call in calls), settings.max_sequences)
     return Invocation(
         **common,
         calls=calls,

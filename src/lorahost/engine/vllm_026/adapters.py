@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lorahost.adapters import chat_template
@@ -23,12 +25,16 @@ class EngineAdapters:
         engine: The AsyncLLM.
         models: vLLM's table of served models, by which its serving classes find an adapter.
         load_timeout_s: Seconds that reading one adapter may take in the workers.
+        busy: Counts one operation of the engine while it is open; a hung engine is seen by it.
     """
 
-    def __init__(self, engine: Any, models: Any, load_timeout_s: float) -> None:
+    def __init__(
+        self, engine: Any, models: Any, load_timeout_s: float, busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._engine = engine
         self._models = models
         self._load_timeout_s = load_timeout_s
+        self._busy = busy
         self._requests: dict[int, Any] = {}
         self._templates: dict[int, str] = {}
 
@@ -43,9 +49,11 @@ class EngineAdapters:
         request = LoRARequest(version.engine_name, version.engine_id, str(version.path))
         try:
             await self._prepare(version)
-            if not await self._engine.add_lora(request) or version.engine_id not in await self.loaded():
+            with self._busy():
+                taken = await self._engine.add_lora(request)
+            if not taken or version.engine_id not in await self.loaded():
                 raise AdapterRejectedError(f"the engine did not take adapter {version.name!r}", code="engine_refused")
-            per_worker = await self._engine.collective_rpc("lorahost_adapter_modules", args=(version.engine_id,))
+            per_worker = await self._rpc("lorahost_adapter_modules", version.engine_id)
         except BaseException as error:
             await self._undo_load(version.engine_id)
             raise _load_error(version, error) from error
@@ -55,12 +63,15 @@ class EngineAdapters:
         self._models.lora_requests[version.engine_name] = request
         return frozenset().union(*per_worker)
 
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        with self._busy():
+            return list(await self._engine.collective_rpc(method, args=args))
+
     async def _prepare(self, version: AdapterVersion) -> None:
-        args = (str(version.path), version.engine_name, version.engine_id)
-        await self._engine.collective_rpc("lorahost_prepare_adapter", args=args)
+        await self._rpc("lorahost_prepare_adapter", str(version.path), version.engine_name, version.engine_id)
         deadline = time.monotonic() + self._load_timeout_s
         while True:
-            states = await self._engine.collective_rpc("lorahost_prepare_poll", args=(version.engine_id,))
+            states = await self._rpc("lorahost_prepare_poll", version.engine_id)
             failed = [s for s in states if s["state"] == "failed"]
             if failed:
                 raise AdapterRejectedError(
@@ -78,9 +89,8 @@ class EngineAdapters:
 
     async def _undo_load(self, engine_id: int) -> None:
         try:
-            await self._engine.collective_rpc("lorahost_discard_prepared", args=(engine_id,))
-            if engine_id in await self.loaded():
-                await self._engine.remove_lora(engine_id)
+            await self._rpc("lorahost_discard_prepared", engine_id)
+            await self._remove(engine_id)
         except Exception:
             log.exception("could not clean up after the failed load of engine id %d", engine_id)
 
@@ -91,14 +101,19 @@ class EngineAdapters:
         served = self._models.lora_requests
         if request is not None and served.get(request.lora_name) is request:
             del served[request.lora_name]
-        if engine_id in await self.loaded():
-            await self._engine.remove_lora(engine_id)
+        await self._remove(engine_id)
         if engine_id in await self.loaded():
             raise EngineFailedError(f"the engine still lists engine id {engine_id} after its removal")
 
+    async def _remove(self, engine_id: int) -> None:
+        if engine_id in await self.loaded():
+            with self._busy():
+                await self._engine.remove_lora(engine_id)
+
     async def loaded(self) -> frozenset[int]:
         """See `AdapterEngine.loaded`."""
-        return frozenset(await self._engine.list_loras())
+        with self._busy():
+            return frozenset(await self._engine.list_loras())
 
     async def probe(self, version: AdapterVersion | None) -> tuple[float, ...]:
         """See `AdapterEngine.probe`: the five best log-probabilities of the next two tokens, by token id."""
@@ -111,10 +126,10 @@ class EngineAdapters:
         params = SamplingParams(max_tokens=2, temperature=0.0, logprobs=5, ignore_eos=True)
         probe_id = f"probe-{version.engine_id if version else 'base'}-{time.monotonic_ns()}"
         final: Any = None
-        async for output in self._engine.generate(
-            tokens_input(list(PROBE_TOKENS)), params, probe_id, lora_request=request
-        ):
-            final = output
+        prompt = tokens_input(list(PROBE_TOKENS))
+        with self._busy():
+            async for output in self._engine.generate(prompt, params, probe_id, lora_request=request):
+                final = output
         steps = final.outputs[0].logprobs
         return tuple(entry.logprob for step in steps for _, entry in sorted(step.items()))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -81,7 +82,9 @@ class VllmHost:
         # answers carry the public name of who serves them; the engine's own name carries the digest
         self._state.openai_serving_models.model_name = lambda lora_request=None: _served_name.get()
         self._trust_adapter_templates(self._state.online_renderer)
-        self._adapters = EngineAdapters(self._engine, self._state.openai_serving_models, self._load_timeout_s)
+        self._adapters = EngineAdapters(
+            self._engine, self._state.openai_serving_models, self._load_timeout_s, self._busy
+        )
         modules = await wrapped_modules(self._engine) if self._lora_enabled else frozenset()
         await self.probe(None)
         return self._info(config, reports, modules)
@@ -116,6 +119,16 @@ class VllmHost:
     @property
     def _base_name(self) -> str:
         return str(self._state.openai_serving_models.base_model_paths[0].name)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """One operation that the engine must answer; its end is progress, as a step is."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._progress.steps += 1
 
     async def generate(self, call: EngineCall) -> Json | AsyncIterator[str]:
         """See `EngineHost.generate`."""
