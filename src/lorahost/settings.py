@@ -64,7 +64,7 @@ class Settings(BaseSettings):
 
     max_running: int = Field(256, ge=1, description="Requests in the engine at once.")
     max_queued: int = Field(256, ge=0, description="Requests that may wait for admission; one more gets 429.")
-    max_sequences: int = Field(64, ge=1, description="Sequences of one request, prompts times `n`.")
+    max_sequences: int = Field(128, ge=1, description="Sequences of one request, prompts times `n`.")
     spare_threads: int = Field(64, ge=8, description="HTTP threads kept beyond running and queued requests.")
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body in MiB; a longer one gets 413.")
     client_stall_s: float = Field(60.0, gt=0, description="Seconds a client may stop reading its stream.")

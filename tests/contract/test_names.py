@@ -72,14 +72,14 @@ def test_a_header_in_utf8_names_its_adapter(controlled: Server, adapter: Maker) 
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": "hi", "n": 65},
-        {"prompt": ["a"] * 65},
-        {"prompt": ["a"] * 9, "n": 8},
-        {"inputs": ["a"] * 65},
-        {"messages": [{"role": "user", "content": "a"}], "n": 100},
+        {"prompt": "hi", "n": 129},
+        {"prompt": ["a"] * 129},
+        {"prompt": ["a"] * 17, "n": 8},
+        {"inputs": ["a"] * 129},
+        {"messages": [{"role": "user", "content": "a"}], "n": 200},
     ],
 )
 def test_one_request_can_not_take_the_whole_engine(server: Server, body: dict[str, Any]) -> None:
     answer = server.invoke(body)
     assert (answer.status, answer.error["code"]) == (400, "too_many_sequences")
-    assert "64" in answer.error["message"]
+    assert "128" in answer.error["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +198,7 @@ def test_a_client_that_leaves_frees_its_place_within_a_second(server: Server, st
     body = json.dumps({"prompt": PROMPT, "max_tokens": 490, "ignore_eos": True, "stream": stream})
     connection.request("POST", "/invocations", body, {"Content-Type": "application/json", ADAPTER_HEADER: "cy"})
     time.sleep(0.1)
+    connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
     wait_for(lambda: server.metric("lorahost_aborted_total") == before + 1, 1.0, "the abort")
     wait_for(lambda: server.metric("lorahost_running") == 0, 1.0)

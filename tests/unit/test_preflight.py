@@ -53,14 +53,14 @@ def failed(environ: Environ, check: str) -> Finding:
 
 def test_a_good_machine_passes_all_checks_in_order(environ: Environ) -> None:
     found = findings(environ)
-    assert list(found) == ["model", "engine", "plugin", "device", "driver", "shm", "work_dir", "port"]
+    assert list(found) == ["model", "engine", "plugin", "device", "driver", "shm", "work_dir", "adapters", "port"]
     assert all(one.ok and one.message for one in found.values())
 
 
 def test_the_fake_engine_needs_neither_model_nor_gpu(environ: Environ, machine: pytest.MonkeyPatch) -> None:
     machine.setattr(preflight, "engine_package", lambda: None)
     del environ["SM_VLLM_MODEL"]
-    assert list(findings(environ | {"LORAHOST_ENGINE": "fake"})) == ["work_dir", "port"]
+    assert list(findings(environ | {"LORAHOST_ENGINE": "fake"})) == ["work_dir", "adapters", "port"]
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/model", "./no/such/model"])

@@ -160,7 +160,10 @@ async def test_update(w: World) -> None:
 @world_test()
 async def test_aliases(w: World) -> None:
     await w.registry.register("id-1", "v1", alias="style")
-    await w.registry.register("style-2", "v2", alias="id-1")
+    taken = await fails(AdapterConflictError, w.registry.register("style-2", "v2", alias="id-1"), "name of another")
+    assert taken.code == "alias_taken"
+    shadow = await fails(AdapterConflictError, w.registry.register("style", "v2"), "alias of adapter 'id-1'")
+    assert shadow.code == "name_taken"
     assert await w.serving("id-1") == digest("v1")
     assert w.registry.resolve("style") == "id-1"
     await w.registry.register("id-3", "v3", alias="style")

@@ -52,14 +52,14 @@ class ClientSocket:
         self._on_gone = on_gone
         self._loop.add_reader(self._sock.fileno(), self._readable)
         self._reading = True
+        self._poll_timer = self._loop.call_later(POLL_S, self._poll)
 
     def _readable(self) -> None:
-        """End-of-file means gone; a pipelined request means look at the connection's state now and then."""
+        """End-of-file means gone; after a pipelined request only `_poll` can see one."""
         assert self._sock is not None
         try:
             if self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 self._stop_reading()
-                self._poll()
                 return
         except BlockingIOError:
             return
@@ -68,6 +68,7 @@ class ClientSocket:
         self._set_gone(ClientGoneError("the client closed the connection"))
 
     def _poll(self) -> None:
+        """Looks at the connection's state now and then, whatever the reader has seen or missed."""
         assert self._sock is not None
         poller = select.poll()
         poller.register(self._sock.fileno(), select.POLLRDHUP)

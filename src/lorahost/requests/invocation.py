@@ -63,7 +63,7 @@ class RequestSettings(BaseModel):
     tgi_compat: bool = False
     unknown_model: UnknownModel = "error"
     max_deadline_s: float = Field(default=3600.0, gt=0)
-    max_sequences: int = Field(default=64, ge=1)
+    max_sequences: int = Field(default=128, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
