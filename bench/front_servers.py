@@ -19,7 +19,7 @@ from bench.front_engine import StepEngine, StepHost
 def ours(port: int, step_s: float) -> None:
     """lorahost's own gunicorn application around the stand-in."""
     os.environ.update(LORAHOST_ENGINE="fake", LORAHOST_PORT=str(port), LORAHOST_HOST="127.0.0.1")
-    from lorahost import logs
+    from lorahost import logs, server
     from lorahost.adapters.fetch import SourceFetcher
     from lorahost.adapters.importer import digest_of
     from lorahost.adapters.preparation import AdapterTools
@@ -40,7 +40,7 @@ def ours(port: int, step_s: float) -> None:
         return AdapterRegistry(engine, tools, RegistrySettings(work_dir=work_dir, max_adapters=8, limits=limits))
 
     logs.configure("error")
-    gunicorn_app.build = lambda: Host(settings, lambda: StepHost(step_s), registry)
+    server.build = lambda environ=None: Host(settings, lambda: StepHost(step_s), registry)  # type: ignore[assignment]
     gunicorn_app.HostApplication(settings).run()
 
 
