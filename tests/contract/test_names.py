@@ -38,7 +38,7 @@ def test_an_alias_and_a_name_never_collide(controlled: Server, adapter: Maker) -
     assert controlled.remove("one").status == 200
 
 
-@pytest.mark.parametrize("name", [" a1", "a1 ", "/a1", "a1/", "a//b", "base "])
+@pytest.mark.parametrize("name", [" a1", "a1 ", "/a1", "a1/", "base "])
 def test_a_name_that_could_be_read_as_another_is_refused(controlled: Server, adapter: Maker, name: str) -> None:
     answer = add(controlled, name, adapter("odd"))
     assert (answer.status, answer.error["param"]) == (400, "name")

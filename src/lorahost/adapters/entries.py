@@ -137,9 +137,9 @@ def check_wanted(name: str, wanted: Wanted, reserved: frozenset[str]) -> None:
             raise InvalidRequestError(f"{param} must not begin or end with a space, as {text!r} does", param=param)
         if param != "src" and text in reserved:
             raise InvalidRequestError(f"{param} {text!r} is the base model's name; choose another", param=param)
-    if name.startswith("/") or name.endswith("/") or "//" in name:
+    if name.startswith("/") or name.endswith("/"):
         raise InvalidRequestError(
-            f"name must not begin or end with '/' nor contain '//', as {name!r} does: it is part of a path",
+            f"name must not begin or end with '/', as {name!r} does: it is part of a path",
             param="name",
         )
     check_pin(wanted)
