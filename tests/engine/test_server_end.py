@@ -16,7 +16,7 @@ from tests.fakes.running import Server, wait_for
 from lorahost.host import _descendants
 
 pytestmark = pytest.mark.engine
-LONG = {"prompt": [65, 66], "max_tokens": 200, "ignore_eos": True, "stream": True}
+LONG = {"prompt": [65, 66], "max_tokens": 500, "n": 16, "ignore_eos": True, "stream": True}
 
 
 def alive(pid: int) -> bool:

@@ -115,6 +115,10 @@ class Server:
         """The server's log so far; every line must be JSON."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
+    def log_lines_that_are_json(self) -> list[dict[str, Any]]:
+        """The host's lines of a log that the engine writes into, too."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
     def wait_ready(self, timeout_s: float = 20.0) -> None:
         """Waits for /ping to say 200."""
         wait_for(lambda: self.ping() == 200 or self.process.poll() is not None, timeout_s, "ready")
