@@ -141,7 +141,7 @@ def test_no_file_holds_what_belongs_elsewhere(pattern: re.Pattern[str]) -> None:
 def test_the_patterns_find_what_they_are_for() -> None:
     assert UNFINISHED.search("# TO" + "DO: later")
     assert INDEX_HOST.search("--index-url https://example")
-    for path in ("/work/" + "main", "/home/" + "me/x", "/tmp/" + "x", 'open("/ro' + 'ot/x")'):
+    for path in (*(f"/{top}/x" for top in ("work", "home", "tmp")), f'open("/{"root"}/x")'):
         assert MACHINE_PATH.search(path), path
     assert not MACHINE_PATH.search("https://host/home/page")
 
