@@ -1,6 +1,7 @@
 # make demo    from nothing to the answers of a base model and its adapters on this machine's CPU (PORT=8080, ONESHOT=1 to stop after them)
 # make demo-aws   the life of an endpoint against a local stand-in of AWS (ENGINE=fake without a model)
 # make deploy-venv   .venv-deploy for `lorahost deploy`, without torch and vLLM
+# make image-test   builds and tries the container image with buildah and podman (BASE=an image, instead of one made from Debian)
 # make test    lint, types and all tests, the real CPU engine included
 SHELL := /bin/bash
 VENV  := .venv
@@ -10,7 +11,7 @@ ENGINE ?= vllm
 UV    := uv==0.13.9
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: demo demo-aws deploy-venv test check format lock bench-front clean
+.PHONY: demo demo-aws deploy-venv test check format lock bench-front image-test clean
 
 demo: $(VENV)/.runtime
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo/run.py --port $(PORT) $(if $(ONESHOT),--oneshot)
@@ -20,7 +21,7 @@ demo-aws: $(VENV)/.dev
 
 deploy-venv: $(VENV)-deploy/.ready
 
-test: check
+test: check deploy-venv
 	$(BIN)/pytest tests/unit tests/kernels -n 2
 	$(BIN)/pytest tests/contract tests/property tests/deploy
 	$(BIN)/pytest tests/engine
@@ -36,6 +37,9 @@ format: $(VENV)/.dev
 
 bench-front: $(VENV)/.dev
 	$(BIN)/python -m bench.front
+
+image-test:
+	$(or $(PYTHON),python3) container/image_test.py $(if $(BASE),--base $(BASE))
 
 lock: $(VENV)/.uv
 	PATH="$(CURDIR)/$(BIN):$$PATH" requirements/lock.sh --upgrade

@@ -17,4 +17,6 @@ awk '/^[a-z0-9]/ { keep = !($1 in seen); if (FILENAME ~ /cpu/) seen[$1] = 1 } FI
     requirements/cpu.lock requirements/dev.lock >requirements/dev.lock.new
 mv requirements/dev.lock.new requirements/dev.lock
 lock gpu "$@" pyproject.toml requirements/gpu.in
-lock deploy "$@" -c requirements/cpu.lock --extra deploy --extra local-aws pyproject.toml requirements/deploy.in
+# sagemaker-core takes neither vLLM's rich nor its protobuf
+sed -n 's/^\([a-z0-9].*\) \\$/\1/p' requirements/cpu.lock | grep -vE '^(rich|protobuf)==' |
+    lock deploy "$@" -c - --extra deploy --extra local-aws pyproject.toml requirements/deploy.in
