@@ -19,6 +19,7 @@ from bench.front_engine import StepEngine, StepHost
 def ours(port: int, step_s: float) -> None:
     """lorahost's own gunicorn application around the stand-in."""
     os.environ.update(LORAHOST_ENGINE="fake", LORAHOST_PORT=str(port), LORAHOST_HOST="127.0.0.1")
+    os.environ.update(LORAHOST_BASE_NAME="base", LORAHOST_BEDROCK="on")
     from lorahost import logs, server
     from lorahost.adapters.fetch import SourceFetcher
     from lorahost.adapters.importer import digest_of
