@@ -123,3 +123,11 @@ def test_the_list_survives_what_stands_in_configs(controlled: Server, tmp_path: 
     assert answer.error["message"]
     assert controlled.get("/adapters").status == 200
     assert controlled.remove("odd").status == 200
+
+
+def test_a_server_without_lora_refuses_adapters_as_the_caller_s_error(started: Starter, tmp_path: Path) -> None:
+    server = started({"LORAHOST_LORA": "false"})
+    answer = server.add("a1", make_adapter(tmp_path / "a1", "a1"))
+    assert (answer.status, answer.error["code"]) == (400, "lora_off")
+    assert "LORAHOST_LORA=false" in answer.error["message"]
+    assert server.invoke().status == 200

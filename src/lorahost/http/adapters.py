@@ -78,7 +78,12 @@ def add_routes(app: Flask, host: Host) -> None:
 
         return handle
 
+    def require_lora() -> None:
+        if not host.settings.lora:
+            raise InvalidRequestError("this server serves the base model alone (LORAHOST_LORA=false)", code="lora_off")
+
     def register() -> Response:
+        require_lora()
         fields = _fields(RegisterBody)
         alias = header(decoded(dict(request.headers)), ADAPTER_ALIAS)
         record = host.run(
@@ -87,6 +92,7 @@ def add_routes(app: Flask, host: Host) -> None:
         return _status("registered", alias or fields.name, record, _unknown(fields))
 
     def update(name: str) -> Response:
+        require_lora()
         fields = _fields(UpdateBody)
         if fields.name is not None and fields.name != name:
             raise InvalidRequestError(f"name is {fields.name!r} in the body and {name!r} in the path", param="name")
