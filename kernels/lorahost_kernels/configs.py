@@ -1,16 +1,17 @@
 """Tile parameters as data, and the defaults chosen from a batch's shape.
 
-A tuner or a JSON file may replace any of them; the launchers take a config and ask here only without one.
+A tuned table may be put in front of the defaults (`use`); the launchers take a config and ask here only without one.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 Mode = Literal["pair", "list"]
 # Up to (pairs, pairs per (slot, expert) group) each pair reads its own weights: few pairs, or few that can share.
 # Measured, see docs/kernels.md.
 PAIR_LIMITS = ((16, float("inf")), (64, 4.0), (512, 0.5))
-PROGRAMS = 800  # programs that fill an H200 (132 multiprocessors) about once with these tiles
+MULTIPROCESSORS = 132  # of an H200
+PROGRAMS = 800  # programs that fill an H200 about once with these tiles
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,50 @@ class ExpandConfig:
     pdl: bool = True
 
 
+Config = ShrinkConfig | ExpandConfig
+
+
+class Launch(NamedTuple):
+    """What a launch is known by: columns are the columns in (shrink) or out (expand) of each slice.
+
+    block_m: rows per tile of the batch's work list, None without one; item: bytes of an element of the activations.
+    """
+
+    operation: str
+    tokens: int
+    topk: int
+    experts: int
+    slots: int
+    rank: int
+    columns: tuple[int, ...]
+    block_m: int | None
+    item: int
+
+
+class Chooser(Protocol):
+    """Picks tiles before the defaults are asked."""
+
+    def block_m(self, pairs: int, groups: int, rank: int) -> int | Literal[False] | None:
+        """Rows per tile of the work list; None: no list; False: take the default."""
+
+    def tiles(self, launch: Launch) -> Config | None:
+        """Tiles of a launch, a ShrinkConfig for a shrink; None: take the default."""
+
+
+_chooser: Chooser | None = None
+
+
+def use(chooser: Chooser | None) -> None:
+    """Puts a chooser in front of the defaults of this process, or takes it away (None)."""
+    global _chooser
+    _chooser = chooser
+
+
+def chooser() -> Chooser | None:
+    """What `use` put there."""
+    return _chooser
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)
@@ -68,6 +113,12 @@ def block_r(rank: int) -> int:
 
 def work_block_m(pairs: int, groups: int, rank: int) -> int | None:
     """Rows per tile of the work list that `pairs` pairs over `groups` (slot, expert) pairs want; None: no list."""
+    chosen = _chooser.block_m(pairs, groups, rank) if _chooser else False
+    return default_block_m(pairs, groups, rank) if chosen is False else chosen
+
+
+def default_block_m(pairs: int, groups: int, rank: int) -> int | None:
+    """The default of `work_block_m`."""
     rows = pairs / max(groups, 1)
     if any(pairs <= most and rows <= sharing for most, sharing in PAIR_LIMITS):
         return None
@@ -85,21 +136,25 @@ def max_tiles(pairs: int, groups: int, block_m: int) -> int:
     return min(pairs, pairs // block_m + min(groups, pairs))
 
 
-def shrink_config(pairs: int, groups: int, rank: int, k: int, slices: int, block_m: int | None) -> ShrinkConfig:
+def shrink_config(
+    pairs: int, groups: int, rank: int, k: int, slices: int, block_m: int | None, programs: int = PROGRAMS
+) -> ShrinkConfig:
     """Default tiles of a shrink from k columns; block_m is the work list's, None without one."""
     if block_m is None:
         return ShrinkConfig("pair", 16, 1024, cdiv(k, 4096), 2, 4)
     tiles = max_tiles(pairs, groups, block_m) * slices
     # every part is read again by each of the expand's programs: few parts for many pairs
-    splits = ladder(min(PROGRAMS / max(tiles, 1), k / 256, 6400 / pairs), (1, 2, 4, 8))
+    splits = ladder(min(programs / max(tiles, 1), k / 256, 6400 / pairs), (1, 2, 4, 8))
     return ShrinkConfig("list", block_m, 64, splits, 0, 4, 5 if block_r(rank) <= 64 else 3)
 
 
-def expand_config(pairs: int, groups: int, rank: int, n: int, slices: int, block_m: int | None) -> ExpandConfig:
+def expand_config(
+    pairs: int, groups: int, rank: int, n: int, slices: int, block_m: int | None, programs: int = PROGRAMS
+) -> ExpandConfig:
     """Default tiles of an expand to n columns a slice; block_m is the work list's, None without one."""
     if block_m is None:
         block_n = max(16, min(128, 4096 // block_r(rank)))
-        steps = ladder(pairs * slices * cdiv(n, block_n) / PROGRAMS, (1, 2, 4))
+        steps = ladder(pairs * slices * cdiv(n, block_n) / programs, (1, 2, 4))
         return ExpandConfig("pair", 16, block_n, steps, 4)
     if block_r(rank) > 64:
         return ExpandConfig("list", block_m, 64, min(4, cdiv(n, 64)), 4, 2)

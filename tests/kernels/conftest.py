@@ -9,7 +9,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # gluon: the interpreter imports it on first use, and that import asks for the variable again
-    for name in ("triton.experimental.gluon", "lorahost_kernels.ops.layer", "lorahost_kernels.ops.work_list.launch"):
+    for name in (
+        "triton.experimental.gluon",
+        "lorahost_kernels.ops.layer",
+        "lorahost_kernels.ops.work_list.launch",
+        "lorahost_kernels.ops.expert_order.launch",
+    ):
         importlib.import_module(name)
     del os.environ["TRITON_INTERPRET"]
 

@@ -83,7 +83,7 @@ def launches(name: str, tokens: int) -> list[Call]:
         experts or 1,
         meta(tokens, topk, **index) if experts else None,
         meta(tokens, topk, dtype=torch.float32) if experts else None,
-        work,
+        work=work,
     )
     down = name.endswith("down")
     a = [meta(SLOTS, experts or 1, rank, k) for _ in widths]
@@ -92,10 +92,10 @@ def launches(name: str, tokens: int) -> list[Call]:
     calls: list[Call] = []
     shrink, expand = (Recorder(kernel_of(prefix + half), calls) for half in ("shrink", "expand"))
     x = meta(pairs if down else tokens, k)
-    h = launch.run_shrink(shrink, x, a, routing, down, launch.default_shrink(routing, a))
+    h = launch.run_shrink(shrink, f"{prefix}shrink", x, a, routing, down, None)
     y = meta(tokens, topk, sum(widths)) if experts else meta(tokens, sum(widths))
     weighted = routing if down else unweighted(routing)
-    launch.run_expand(expand, y, h, b, weighted, slice_columns(b), True, launch.default_expand(routing, b))
+    launch.run_expand(expand, f"{prefix}expand", y, h, b, weighted, slice_columns(b), True, None)
     return calls
 
 

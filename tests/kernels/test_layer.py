@@ -9,7 +9,7 @@ from tests.kernels.lora_cases import CASES, DTYPES, TOLERANCE, Case, Inputs, mak
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common import naive
-from lorahost_kernels.ops.common.routing import unweighted
+from lorahost_kernels.ops.common.routing import in_token_order, unweighted
 
 pytestmark = pytest.mark.usefixtures("poisoned_workspace")
 OPS = {"gate_up": layer.gate_up, "down": layer.down, "linear": layer.linear}
@@ -27,6 +27,7 @@ def reference(op: str, i: Inputs, add_inputs: bool = True) -> torch.Tensor:
     y = i.y.double().clone()
     routing = i.routing if op == "down" else unweighted(i.routing)
     h = naive.shrink(i.x, i.lora_a, routing, op == "down", torch.float64)
+    routing = in_token_order(routing) if op == "down" else routing
     naive.expand(y, h, i.lora_b, routing, i.columns, add_inputs, torch.float64)
     return y
 
@@ -72,6 +73,37 @@ def test_dense(case: Case, mode: str) -> None:
 def test_tile_parameters(case: Case, variant: str) -> None:
     inputs = grouped(make(case, DTYPES[0], seed=4), variant[:4], case.slots)
     check("gate_up", inputs, DTYPES[0], VARIANTS[variant])
+
+
+def in_expert_order(inputs: Inputs) -> Inputs:
+    """The same pairs in another order of rows."""
+    rows = torch.randperm(inputs.routing.num_pairs, generator=torch.Generator().manual_seed(3)).to(inputs.y.device)
+    inputs.routing = replace(inputs.routing, pair_rows=rows.to(torch.int32))
+    return inputs
+
+
+@MODES
+@pytest.mark.parametrize("case", [c for c in CASES if c.rank == 8 and not c.padded_rows], ids=str)
+def test_gate_up_into_rows_ordered_by_expert(case: Case, mode: str) -> None:
+    inputs = in_expert_order(make(case, DTYPES[0], seed=1))
+    rows = inputs.routing.pair_rows
+    assert rows is not None
+    y, untouched = inputs.y.flatten(0, 1), inputs.untouched.flatten()
+    inputs.y, inputs.untouched = torch.empty_like(y), torch.empty_like(untouched)
+    inputs.y[rows.long()], inputs.untouched[rows.long()] = y, untouched
+    check("gate_up", grouped(inputs, mode, case.slots), DTYPES[0], None)
+
+
+@MODES
+@pytest.mark.parametrize("case", [c for c in CASES if c.rank == 8], ids=str)
+def test_down_from_rows_ordered_by_expert(case: Case, mode: str) -> None:
+    check("down", grouped(in_expert_order(make(case, DTYPES[1], seed=2, down=True)), mode, case.slots), DTYPES[1], None)
+
+
+def test_pair_rows_of_another_batch_are_refused() -> None:
+    routing = make(Case("rows"), DTYPES[0], seed=1).routing
+    with pytest.raises(ValueError, match=r"pair_rows must be int32 \(14,\), got torch.int32 \(13,\)"):
+        replace(routing, pair_rows=torch.zeros(13, dtype=torch.int32))
 
 
 @MODES

@@ -1,4 +1,7 @@
-"""The LoRA product of one layer: shrink then expand, two launches chained by programmatic dependent launch."""
+"""The LoRA product of one layer: shrink then expand, two launches chained by programmatic dependent launch.
+
+For few pairs the expand can take over the step behind it: the activation, or the sum over a token's experts.
+"""
 
 from collections.abc import Sequence
 
@@ -9,6 +12,8 @@ from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.down_expand.launch import down_expand
 from lorahost_kernels.ops.down_shrink.launch import down_shrink
 from lorahost_kernels.ops.expand.launch import expand
+from lorahost_kernels.ops.expand_swiglu.launch import expand_swiglu
+from lorahost_kernels.ops.expand_topk_sum.launch import expand_topk_sum
 from lorahost_kernels.ops.gate_up_expand.launch import gate_up_expand
 from lorahost_kernels.ops.gate_up_shrink.launch import gate_up_shrink
 from lorahost_kernels.ops.shrink.launch import shrink
@@ -26,7 +31,10 @@ def gate_up(
     add_inputs: bool = True,
     configs: Configs | None = None,
 ) -> None:
-    """y (tokens, topk, columns) += B A x of each pair; rows without LoRA work stay as they are, bit for bit."""
+    """y (tokens, topk, columns) += B A x of each pair; rows without LoRA work stay as they are, bit for bit.
+
+    With routing.pair_rows y is (pairs, columns), and pair i has row pair_rows[i].
+    """
     shrink_config, expand_config = configs or (None, None)
     h = gate_up_shrink(x, lora_a, routing, shrink_config)
     gate_up_expand(y, h, lora_b, routing, columns, add_inputs, expand_config)
@@ -42,7 +50,7 @@ def down(
     add_inputs: bool = True,
     configs: Configs | None = None,
 ) -> None:
-    """y (tokens, topk, hidden) += topk_weight * B A x of each pair; x holds a row for each pair."""
+    """y (tokens, topk, hidden) += topk_weight * B A x of each pair; x holds a row for each pair (pair_rows)."""
     shrink_config, expand_config = configs or (None, None)
     h = down_shrink(x, lora_a, routing, shrink_config)
     down_expand(y, h, lora_b, routing, columns, add_inputs, expand_config)
@@ -62,3 +70,15 @@ def linear(
     shrink_config, expand_config = configs or (None, None)
     h = shrink(x, lora_a, routing, shrink_config)
     expand(y, h, lora_b, routing, columns, add_inputs, expand_config)
+
+
+def gate_up_swiglu(
+    out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float
+) -> None:
+    """out (pairs, n) = swiglu(y + B A x), for all pairs; see `expand_swiglu`. For batches without a work list."""
+    expand_swiglu(out, y, gate_up_shrink(x, (lora_a,), routing), lora_b, routing, alpha, limit)
+
+
+def down_topk_sum(out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing) -> None:
+    """out (tokens, hidden) = the sum over experts of y + topk_weight * B A x; see `expand_topk_sum`."""
+    expand_topk_sum(out, y, down_shrink(x, (lora_a,), routing), lora_b, routing)

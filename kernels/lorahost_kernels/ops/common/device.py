@@ -20,6 +20,7 @@ LISTS = (
     "sorted_pairs",
     "tile_table",
     "topk_weights",
+    "pair_rows",
     "groups",
     "counts",
 )
@@ -57,6 +58,9 @@ def tile_rows(
         # tile_table: [number of tiles, key of each tile, its first place in sorted_pairs, its rows]
         inside = tile < tl.load(tile_table)
         key = tl.load(tile_table + 1 + tile, mask=inside, other=-1)
+        # one list serves many dense modules, and not every adapter has weights for each
+        enabled = tl.load(adapter_enabled + key // num_experts, mask=inside, other=0)
+        key = tl.where(enabled != 0, key, -1)
         first = tl.load(tile_table + 1 + max_tiles + tile, mask=inside, other=0)
         count = tl.load(tile_table + 1 + 2 * max_tiles + tile, mask=inside, other=0)
         row_mask = lanes < count

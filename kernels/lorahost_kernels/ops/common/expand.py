@@ -95,10 +95,10 @@ def chunk_of(pid, num_chunks, GROUP: tl.constexpr):
 @triton.jit
 def expand_program(
     pid, y, b0, b1, b2, b3, h, topk_weights, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table,
-    num_pairs, max_tiles, num_slots, num_experts, R,
+    pair_rows, num_pairs, max_tiles, num_slots, num_experts, R,
     n0, n1, n2, n3, col0, col1, col2, col3, chunk_n, num_chunks,
     stride_ym, stride_yk, stride_bl0, stride_bl1, stride_bl2, stride_bl3, stride_be, stride_bn,
-    TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, WEIGHTED: tl.constexpr, MODE: tl.constexpr,
+    TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, HAS_ROWS: tl.constexpr, WEIGHTED: tl.constexpr, MODE: tl.constexpr,
     SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr, ADD: tl.constexpr,
@@ -106,7 +106,8 @@ def expand_program(
 ):  # fmt: skip
     """y[token, k, col + n] (+)= weight * h[pair] . b[slot, expert, n] for one tile and one chunk of columns.
 
-    h holds SPLITS partial sums; the columns of slice i start at col_i. Under PDL everything but h is read before
+    h holds SPLITS partial sums; the columns of slice i start at col_i. With HAS_ROWS y has a row for each pair, and
+    that of a pair is pair_rows[pair]. Under PDL everything but h is read before
     the wait: the launch before this one is the shrink, and it waited for what came before.
     """
     tile, chunk = chunk_of(pid, num_chunks, GROUP)
@@ -138,7 +139,10 @@ def expand_program(
             weight = 1.0
             if WEIGHTED:
                 weight = tl.load(topk_weights + tile).to(tl.float32)
-            y_row = y + (tile // TOPK).to(tl.int64) * stride_ym + (tile % TOPK) * stride_yk + col
+            if HAS_ROWS:
+                y_row = y + tl.load(pair_rows + tile).to(tl.int64) * stride_ym + col
+            else:
+                y_row = y + (tile // TOPK).to(tl.int64) * stride_ym + (tile % TOPK) * stride_yk + col
             h_row = h + (tile.to(tl.int64) * SLICES + part) * R
             expand_row(h_row, b, y_row, weight, first_n, last_n, R, stride_bn, stride_hs, SPLITS, BLOCK_S,
                        BLOCK_R, BLOCK_N, STEPS, EVEN_N, EVEN_R, ADD, PDL)  # fmt: skip
@@ -146,7 +150,10 @@ def expand_program(
             weights = tl.full([BLOCK_M], 1.0, tl.float32)
             if WEIGHTED:
                 weights = tl.load(topk_weights + rows, mask=row_mask, other=0.0).to(tl.float32)
-            y_rows = y + (rows // TOPK).to(tl.int64) * stride_ym + (rows % TOPK) * stride_yk + col
+            if HAS_ROWS:
+                y_rows = y + tl.load(pair_rows + rows, mask=row_mask, other=0).to(tl.int64) * stride_ym + col
+            else:
+                y_rows = y + (rows // TOPK).to(tl.int64) * stride_ym + (rows % TOPK) * stride_yk + col
             h_rows = h + (rows.to(tl.int64) * SLICES + part) * R
             expand_tile(h_rows, row_mask, b, y_rows, weights, first_n, last_n, R, stride_bn, stride_hs, SPLITS,
                         BLOCK_M, BLOCK_R, BLOCK_N, STEPS, STAGES, EVEN_N, EVEN_R, ADD, PREFETCH, PDL)  # fmt: skip

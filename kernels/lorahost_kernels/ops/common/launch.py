@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,20 @@ from lorahost_kernels.configs import (
     ShrinkConfig,
     block_r,
     cdiv,
-    expand_config,
+    chooser,
     next_pow2,
-    shrink_config,
 )
+from lorahost_kernels.ops.common import replay
+from lorahost_kernels.ops.common.defaults import default_expand, default_shrink
 from lorahost_kernels.ops.common.device import LIST, PAIR
+from lorahost_kernels.ops.common.replay import Constants
 from lorahost_kernels.ops.common.routing import Routing, check_weights, expert_stride
 
 MODES = {"pair": PAIR.value, "list": LIST.value}
+# the kernels' first arguments, in their order
+ROUTING_POINTERS = ("topk_ids", "token_slots", "adapter_enabled", "sorted_pairs", "tile_table", "pair_rows")
+POINTERS = {*ROUTING_POINTERS, "x", "y", "h", "topk_weights", *(f"{side}{i}" for side in "ab" for i in range(4))}
+MAX_CHOICES = 16384
 
 
 def even_chunk(total: int, pieces: int) -> int:
@@ -37,24 +44,46 @@ def tiles_of(routing: Routing, mode: str, block_m: int) -> int:
     return routing.num_pairs
 
 
-def routing_args(routing: Routing, mode: str, num_slots: int) -> dict[str, Any]:
+def routing_pointers(routing: Routing, mode: str, pair_rows: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors of ROUTING_POINTERS; token_slots stands for those that the mode doesn't read."""
+    work, slots = routing.work if mode == "list" else None, routing.token_slots
+    return (
+        slots if routing.topk_ids is None else routing.topk_ids,
+        slots,
+        routing.adapter_enabled,
+        slots if work is None else work.sorted_pairs,
+        slots if work is None else work.tile_table,
+        slots if pair_rows is None else pair_rows,
+    )
+
+
+def routing_args(routing: Routing, mode: str, num_slots: int, pair_rows: Tensor | None) -> dict[str, Any]:
     """Arguments that every program reads to find its rows."""
-    work, slots = routing.work, routing.token_slots
-    listed = mode == "list" and work is not None
     return {
-        "topk_ids": slots if routing.topk_ids is None else routing.topk_ids,
-        "token_slots": slots,
-        "adapter_enabled": routing.adapter_enabled,
-        "sorted_pairs": work.sorted_pairs if listed and work else slots,
-        "tile_table": work.tile_table if listed and work else slots,
+        **dict(zip(ROUTING_POINTERS, routing_pointers(routing, mode, pair_rows), strict=True)),
         "num_pairs": routing.num_pairs,
-        "max_tiles": work.max_tiles if listed and work else 0,
+        "max_tiles": routing.work.stride if mode == "list" and routing.work else 0,
         "num_slots": num_slots,
         "num_experts": routing.num_experts,
         "TOPK": routing.topk,
         "HAS_EXPERTS": routing.topk_ids is not None,
+        "HAS_ROWS": pair_rows is not None,
         "MODE": MODES[mode],
     }
+
+
+def launch_key(
+    operation: str, config: Any, rows: Tensor, weights: Sequence[Tensor], routing: Routing, extra: Any
+) -> tuple[Any, ...]:
+    """All that a launch's constants depend on, but for the alignment of its pointers."""
+    ids, gates, work = routing.topk_ids, routing.topk_weights, routing.work
+    return (
+        operation, config, chooser(), rows.shape, rows.stride(), rows.dtype, rows.device, extra,
+        tuple([(w.shape, w.stride(), w.dtype) for w in weights]),
+        routing.num_tokens, routing.topk, routing.num_experts, routing.pair_rows is None,
+        None if ids is None else ids.dtype, None if gates is None else gates.dtype,
+        None if work is None else (work.block_m, work.max_tiles, work.stride),
+    )  # fmt: skip
 
 
 def four(values: Sequence[Any]) -> list[Any]:
@@ -104,7 +133,8 @@ def shrink_args(
         "ATOMIC": config.atomic,
     }
     programs = tiles_of(routing, config.mode, config.block_m) * len(lora_a) * splits * parts
-    return {**routing_args(routing, config.mode, num_slots), **args}, splits, programs
+    pair_rows = routing.pair_rows if rows_are_pairs else None
+    return {**routing_args(routing, config.mode, num_slots, pair_rows), **args}, splits, programs
 
 
 def expand_args(
@@ -121,6 +151,8 @@ def expand_args(
     b = lora_b[0]
     rank, sizes = b.shape[3], [w.shape[2] for w in lora_b]
     lead = (routing.num_tokens,) if routing.topk_ids is None else (routing.num_tokens, routing.topk)
+    if routing.pair_rows is not None:
+        lead = (routing.num_pairs,)
     ends = [c + n for c, n in zip(columns, sizes, strict=True)]
     if tuple(y.shape[:-1]) != lead or y.shape[-1] < max(ends) or y.stride(-1) != 1:
         raise ValueError(f"y: want {(*lead, max(ends))} with contiguous columns, got {tuple(y.shape)}")
@@ -162,7 +194,7 @@ def expand_args(
         "PREFETCH": config.prefetch and y.is_cuda,
     }
     tiles = cdiv(tiles_of(routing, config.mode, config.block_m), config.group) * config.group
-    return {**routing_args(routing, config.mode, b.shape[0]), **args}, tiles * chunks
+    return {**routing_args(routing, config.mode, b.shape[0], routing.pair_rows), **args}, tiles * chunks
 
 
 def empty_hidden(splits: int, routing: Routing, slices: int, rank: int, device: torch.device) -> Tensor:
@@ -182,49 +214,75 @@ def launch_options(on: Tensor, config: ShrinkConfig | ExpandConfig) -> dict[str,
     return {"PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl}
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What one kind of launch was decided to be; compared by identity, since it is a key of ops.common.replay."""
+
+    config: ShrinkConfig | ExpandConfig
+    constants: Constants
+    splits: int = 1
+
+    def __call__(self) -> Constants:
+        return self.constants
+
+
+_choices: dict[tuple[Any, ...], Choice] = {}
+
+
+def choose(key: tuple[Any, ...], config: ShrinkConfig | ExpandConfig, args: Any, programs: int, splits: int) -> Choice:
+    """Remembers a launch's configuration and constants."""
+    if len(_choices) >= MAX_CHOICES:
+        _choices.clear()
+    constants = {name: value for name, value in args.items() if name not in POINTERS}
+    on = next(value for value in args.values() if isinstance(value, Tensor))
+    options = launch_options(on, config)
+    constants["PDL"] = options.pop("PDL")
+    choice = _choices[key] = Choice(config, Constants(programs, constants, options), splits)
+    return choice
+
+
 def run_shrink(
     kernel: Any,
+    operation: str,
     x: Tensor,
     lora_a: Sequence[Tensor],
     routing: Routing,
     rows_are_pairs: bool,
-    config: ShrinkConfig,
+    config: ShrinkConfig | None,
 ) -> Tensor:
     """Launches a shrink kernel; returns the fp32 partial sums (splits, pairs, slices, rank)."""
-    args, splits, programs = shrink_args(x, lora_a, routing, rows_are_pairs, config)
-    h = empty_hidden(1 if config.atomic else splits, routing, len(lora_a), lora_a[0].shape[2], x.device)
-    if config.atomic:
+    key = launch_key(operation, config, x, lora_a, routing, rows_are_pairs)
+    choice = _choices.get(key)
+    if choice is None:
+        config = config or default_shrink(routing, lora_a, operation)
+        args, splits, programs = shrink_args(x, lora_a, routing, rows_are_pairs, config)
+        choice = choose(key, config, args, programs, 1 if config.atomic else splits)
+    h = empty_hidden(choice.splits, routing, len(lora_a), lora_a[0].shape[2], x.device)
+    if isinstance(choice.config, ShrinkConfig) and choice.config.atomic:
         h.zero_()
-    if programs:
-        kernel[(programs,)](h=h, **args, **launch_options(x, config))
+    rows = routing.pair_rows if rows_are_pairs else None
+    replay.launch(kernel, choice, (x, *four(lora_a), h, *routing_pointers(routing, choice.config.mode, rows)), choice)
     return h
 
 
 def run_expand(
     kernel: Any,
+    operation: str,
     y: Tensor,
     h: Tensor,
     lora_b: Sequence[Tensor],
     routing: Routing,
     columns: Sequence[int],
     add_inputs: bool,
-    config: ExpandConfig,
+    config: ExpandConfig | None,
 ) -> None:
     """Launches an expand kernel; y changes in place."""
-    args, programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config)
-    if programs:
-        kernel[(programs,)](**args, **launch_options(y, config))
-
-
-def default_shrink(routing: Routing, lora_a: Sequence[Tensor]) -> ShrinkConfig:
-    """The default tiles of this batch's shrink: by pairs where the routing has no work list."""
-    slots, _, rank, k = lora_a[0].shape
-    block_m = None if routing.work is None else routing.work.block_m
-    return shrink_config(routing.num_pairs, slots * routing.num_experts, rank, k, len(lora_a), block_m)
-
-
-def default_expand(routing: Routing, lora_b: Sequence[Tensor]) -> ExpandConfig:
-    """The default tiles of this batch's expand."""
-    slots, _, n, rank = lora_b[0].shape
-    block_m = None if routing.work is None else routing.work.block_m
-    return expand_config(routing.num_pairs, slots * routing.num_experts, rank, n, len(lora_b), block_m)
+    key = launch_key(operation, config, y, lora_b, routing, (tuple(columns), add_inputs, h.shape))
+    choice = _choices.get(key)
+    if choice is None:
+        config = config or default_expand(routing, lora_b, operation)
+        args, programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config)
+        choice = choose(key, config, args, programs, 1)
+    weights = y if routing.topk_weights is None else routing.topk_weights
+    lists = routing_pointers(routing, choice.config.mode, routing.pair_rows)
+    replay.launch(kernel, choice, (y, *four(lora_b), h, weights, *lists), choice)

@@ -17,7 +17,8 @@ def shrink(x: Tensor, lora_a: Sequence[Tensor], routing: Routing, rows_are_pairs
         if key < 0:
             continue
         pairs = (keys == key).nonzero().flatten()
-        rows = x[pairs if rows_are_pairs else pairs // routing.topk].to(compute)
+        own = pairs if routing.pair_rows is None else routing.pair_rows[pairs].long()
+        rows = x[own if rows_are_pairs else pairs // routing.topk].to(compute)
         for i, a in enumerate(lora_a):
             weights = a[key // routing.num_experts, min(key % routing.num_experts, a.shape[1] - 1)]
             h[pairs, i] = rows @ weights.to(compute).T
@@ -51,5 +52,6 @@ def expand(
                 base = y[tokens, ks, span].to(compute) if add_inputs else 0
                 y[tokens, ks, span] = (base + delta).to(y.dtype)
             else:
-                base = y[pairs, span].to(compute) if add_inputs else 0
-                y[pairs, span] = (base + delta).to(y.dtype)
+                rows = pairs if routing.pair_rows is None else routing.pair_rows[pairs].long()
+                base = y[rows, span].to(compute) if add_inputs else 0
+                y[rows, span] = (base + delta).to(y.dtype)

@@ -11,13 +11,20 @@ from torch import Tensor
 class WorkList:
     """Pairs grouped by (slot, expert), cut into tiles of `block_m`; all on the device, read by LIST kernels.
 
-    sorted_pairs: int32 (pairs,); tile_table: int32 (1 + 3 * max_tiles,), see ops.common.device.tile_rows.
+    sorted_pairs: int32 (pairs,); tile_table: int32 (1 + 3 * table_tiles,), see ops.common.device.tile_rows.
+    max_tiles: tiles that this batch can have at most; table_tiles: those that the table has room for, if more.
     """
 
     sorted_pairs: Tensor
     tile_table: Tensor
     max_tiles: int
     block_m: int
+    table_tiles: int = 0
+
+    @property
+    def stride(self) -> int:
+        """Entries of each of the table's three columns."""
+        return max(self.table_tiles, self.max_tiles)
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,8 @@ class Routing:
     num_experts: experts that the LoRA weights hold; 1 for a dense layer.
     topk_ids: int (M, topk) expert of each pair, -1 for none; None for a dense layer.
     topk_weights: float32 (M, topk), multiplied into down_expand; None means 1.
+    pair_rows: int32 (pairs,), row of each pair in the buffers between the two base GEMMs (gate_up_expand's y,
+        down_shrink's x); None where pair i has row i.
     """
 
     token_slots: Tensor
@@ -36,6 +45,7 @@ class Routing:
     num_experts: int = 1
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
+    pair_rows: Tensor | None = None
     work: WorkList | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +54,9 @@ class Routing:
             raise ValueError(f"topk_ids must be contiguous (tokens={self.num_tokens}, topk), got {tuple(ids.shape)}")
         if weights is not None and (ids is None or weights.shape != ids.shape or not weights.is_contiguous()):
             raise ValueError(f"topk_weights must match topk_ids and be contiguous, got {tuple(weights.shape)}")
+        rows = self.pair_rows
+        if rows is not None and (rows.shape != (self.num_pairs,) or rows.dtype != torch.int32):
+            raise ValueError(f"pair_rows must be int32 ({self.num_pairs},), got {rows.dtype} {tuple(rows.shape)}")
         if ids is None and self.num_experts != 1:
             raise ValueError(f"num_experts={self.num_experts} needs topk_ids")
 
@@ -101,3 +114,8 @@ def slice_columns(lora_b: Sequence[Tensor]) -> list[int]:
 def unweighted(routing: Routing) -> Routing:
     """The routing without its top-k weights."""
     return routing if routing.topk_weights is None else replace(routing, topk_weights=None)
+
+
+def in_token_order(routing: Routing) -> Routing:
+    """The routing for a buffer in which pair i has row i."""
+    return routing if routing.pair_rows is None else replace(routing, pair_rows=None)

@@ -74,17 +74,18 @@ def shrink_tile(
 @triton.jit
 def shrink_program(
     pid, x, a0, a1, a2, a3, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table,
-    num_pairs, max_tiles, num_slots, num_experts, K, R, chunk_k,
+    pair_rows, num_pairs, max_tiles, num_slots, num_experts, K, R, chunk_k,
     stride_x, stride_al, stride_ae, stride_ar,
-    TOPK: tl.constexpr, X_TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, MODE: tl.constexpr,
-    SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    TOPK: tl.constexpr, X_TOPK: tl.constexpr, HAS_EXPERTS: tl.constexpr, HAS_ROWS: tl.constexpr,
+    MODE: tl.constexpr, SLICES: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     RANKS: tl.constexpr, RANK_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr, ATOMIC: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes h[split, pair, slice, ranks] (fp32) for the pairs of one tile.
 
-    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs. Under PDL the routing
+    X_TOPK pairs share one row of x: TOPK where x holds tokens, 1 where it holds pairs; with HAS_ROWS the row of
+    a pair is pair_rows[pair]. Under PDL the routing
     tensors of a PAIR program are read before the wait; the launch before this one must not write them.
     """
     rank_part = pid % RANK_PARTS
@@ -106,12 +107,18 @@ def shrink_program(
         last_k = tl.minimum(first_k + chunk_k, K)
         h_base = h + (split.to(tl.int64) * num_pairs * SLICES + part) * R if not ATOMIC else h + part * R
         if MODE == PAIR:
-            x_row = x + (tile // X_TOPK).to(tl.int64) * stride_x
+            x_index = tile // X_TOPK
+            if HAS_ROWS:
+                x_index = tl.load(pair_rows + tile)
+            x_row = x + x_index.to(tl.int64) * stride_x
             h_row = h_base + tile.to(tl.int64) * SLICES * R
             shrink_row(x_row, a, h_row, first_k, last_k, rank_part * RANKS, R, stride_ar, RANKS, BLOCK_K,
                        STEPS, EVEN_K, EVEN_R, ATOMIC, PDL)  # fmt: skip
         else:
-            x_rows = x + (rows // X_TOPK).to(tl.int64) * stride_x
+            x_indices = rows // X_TOPK
+            if HAS_ROWS:
+                x_indices = tl.load(pair_rows + rows, mask=row_mask, other=0)
+            x_rows = x + x_indices.to(tl.int64) * stride_x
             h_rows = h_base + rows.to(tl.int64) * SLICES * R
             shrink_tile(x_rows, row_mask, a, h_rows, first_k, last_k, R, stride_ar, BLOCK_M, BLOCK_R, BLOCK_K,
                         STEPS, STAGES, EVEN_K, EVEN_R, ATOMIC)  # fmt: skip

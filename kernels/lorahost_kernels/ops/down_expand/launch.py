@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ExpandConfig
-from lorahost_kernels.ops.common.launch import default_expand, run_expand
-from lorahost_kernels.ops.common.routing import Routing, slice_columns
+from lorahost_kernels.ops.common.launch import run_expand
+from lorahost_kernels.ops.common.routing import Routing, in_token_order, slice_columns
 from lorahost_kernels.ops.down_expand.kernel import down_expand_kernel
 
 
@@ -23,5 +23,5 @@ def down_expand(
 
     y changes in place, only in rows with LoRA work; slice i starts at columns[i], by default right after slice i - 1.
     """
-    config = config or default_expand(routing, lora_b)
-    run_expand(down_expand_kernel, y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, config)
+    columns = columns or slice_columns(lora_b)
+    run_expand(down_expand_kernel, "down_expand", y, h, lora_b, in_token_order(routing), columns, add_inputs, config)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lorahost_kernels.configs import ExpandConfig
 from lorahost_kernels.ops.common import naive
-from lorahost_kernels.ops.common.routing import Routing, slice_columns
+from lorahost_kernels.ops.common.routing import Routing, in_token_order, slice_columns
 
 
 def down_expand(
@@ -21,4 +21,4 @@ def down_expand(
     compute: torch.dtype = torch.float64,
 ) -> None:
     """As the launcher, computed in `compute` and rounded once into y."""
-    naive.expand(y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, compute)
+    naive.expand(y, h, lora_b, in_token_order(routing), columns or slice_columns(lora_b), add_inputs, compute)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ExpandConfig
-from lorahost_kernels.ops.common.launch import default_expand, run_expand
+from lorahost_kernels.ops.common.launch import run_expand
 from lorahost_kernels.ops.common.routing import Routing, slice_columns
 from lorahost_kernels.ops.expand.kernel import expand_kernel
 
@@ -23,5 +23,4 @@ def expand(
 
     y changes in place, only in rows with LoRA work; slice i starts at columns[i], by default right after slice i - 1.
     """
-    config = config or default_expand(routing, lora_b)
-    run_expand(expand_kernel, y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, config)
+    run_expand(expand_kernel, "expand", y, h, lora_b, routing, columns or slice_columns(lora_b), add_inputs, config)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lorahost_kernels.configs import ShrinkConfig
-from lorahost_kernels.ops.common.launch import default_shrink, run_shrink
+from lorahost_kernels.ops.common.launch import run_shrink
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.gate_up_shrink.kernel import gate_up_shrink_kernel
 
@@ -15,5 +15,4 @@ def gate_up_shrink(x: Tensor, lora_a: Sequence[Tensor], routing: Routing, config
 
     Returns fp32 partial sums (splits, pairs, slices, r); rows without LoRA work are not written.
     """
-    config = config or default_shrink(routing, lora_a)
-    return run_shrink(gate_up_shrink_kernel, x, lora_a, routing, False, config)
+    return run_shrink(gate_up_shrink_kernel, "gate_up_shrink", x, lora_a, routing, False, config)

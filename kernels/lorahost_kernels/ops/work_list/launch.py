@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from lorahost_kernels.configs import cdiv, max_tiles, next_pow2
+from lorahost_kernels.ops.common import replay
 from lorahost_kernels.ops.common.launch import has_pdl
+from lorahost_kernels.ops.common.replay import Constants
 from lorahost_kernels.ops.common.routing import Routing, WorkList
 from lorahost_kernels.ops.work_list.kernel import count_kernel, place_kernel, scan_kernel
 
@@ -35,18 +37,21 @@ def build_work_list(routing: Routing, num_slots: int, block_m: int, pdl: bool = 
     group_table, tile_table, sorted_pairs = buffer.split(sizes)
     counts = counts_for(device)
     ids = routing.token_slots if routing.topk_ids is None else routing.topk_ids
-    args = (ids, routing.token_slots, routing.adapter_enabled)
+    read = (ids, routing.token_slots, routing.adapter_enabled)
     shape = {"TOPK": routing.topk, "HAS_EXPERTS": routing.topk_ids is not None, "BLOCK": BLOCK, "PDL": pdl}
-    grid = (cdiv(pairs, BLOCK),)
-    if pairs:
-        count_kernel[grid](*args, counts, pairs, num_slots, routing.num_experts, **shape, launch_pdl=pdl)
-    scan_kernel[(1,)](
-        counts, group_table, tile_table, groups, BLOCK_M=block_m, BLOCK_G=max(128, next_pow2(groups)), PDL=pdl,
-        num_warps=8 if groups <= 2048 else 32, launch_pdl=pdl,
-    )  # fmt: skip
-    if pairs:
-        place_kernel[grid](
-            *args, group_table, sorted_pairs, tile_table, pairs, tiles, groups, num_slots,
-            routing.num_experts, **shape, BLOCK_M=block_m, launch_pdl=pdl,
-        )  # fmt: skip
+    sizes_of = {"num_slots": num_slots, "num_experts": routing.num_experts}
+    key = (ids.dtype, pairs, routing.topk, routing.topk_ids is None, num_slots, routing.num_experts, block_m, pdl)
+    blocks, options = cdiv(pairs, BLOCK), {"launch_pdl": pdl}
+    replay.launch(
+        count_kernel,
+        key,
+        (*read, counts),
+        lambda: Constants(blocks, {"num_pairs": pairs, **sizes_of, **shape}, options),
+    )
+    scan = {"num_groups": groups, "BLOCK_M": block_m, "BLOCK_G": max(128, next_pow2(groups)), "PDL": pdl}
+    warps = {"num_warps": 8 if groups <= 2048 else 32}
+    replay.launch(scan_kernel, key, (counts, group_table, tile_table), lambda: Constants(1, scan, {**warps, **options}))
+    place = {"num_pairs": pairs, "max_tiles": tiles, "num_groups": groups, **sizes_of, **shape, "BLOCK_M": block_m}
+    lists = (group_table, sorted_pairs, tile_table)
+    replay.launch(place_kernel, key, (*read, *lists), lambda: Constants(blocks, place, options))
     return replace(routing, work=WorkList(sorted_pairs, tile_table, tiles, block_m))

@@ -1,0 +1,207 @@
+"""The tuner's command line; `lorahost tune` hands its arguments on to `main`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lorahost_kernels.tuned.lines import ConfigError
+from lorahost_kernels.tuned.load import gpu_key
+from lorahost_kernels.tuned.schema import read
+from lorahost_kernels.tuned.shape import KNOWN, ModelShape, ShapeError, from_config, sharded
+
+UNITS = {"s": 1, "m": 60, "h": 3600}
+FAMILIES = ("moe", "dense")
+
+
+def seconds(text: str) -> float:
+    """Seconds of 90, 90s, 8m or 1h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if not found or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 90s, 8m or 1h")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def batch_sizes(text: str) -> list[int]:
+    """Numbers of tokens: `1,2,4..64` doubles from the number before the dots to the last."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= 65536:
+            raise argparse.ArgumentTypeError(f"{part!r} is no size or first..last, from 1 to 65536")
+        while first <= last:
+            sizes.append(first)
+            first *= 2
+    return sorted(set(sizes))
+
+
+def count(low: int, high: int) -> Any:
+    """A type of whole numbers from low to high."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def model_shape(model: str) -> ModelShape:
+    """The shape of a known name, or of a model's directory or config.json.
+
+    Raises:
+        ShapeError: neither, or a config that says too little.
+    """
+    if model in KNOWN:
+        return KNOWN[model]
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ShapeError(
+            f"--model: {model!r} is no file, no directory with a config.json, and none of {', '.join(KNOWN)}"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ShapeError(f"{file}: {error}") from None
+    if not isinstance(config, dict):
+        raise ShapeError(f"{file}: want an object")
+    name = re.sub(r"[^\w.-]+", "-", file.resolve().parent.name).strip("-.").lower() or "model"
+    return from_config(config, name)
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(
+        prog=program, description="Tune the LoRA kernels for this GPU and a model's shape; the result is a file."
+    )
+    p.add_argument("--model", required=True, help=f"a model's directory or config.json, or {', '.join(KNOWN)}")
+    p.add_argument("--adapters", type=count(1, 1024), default=8, help="adapter slots of the engine (8)")
+    p.add_argument("--rank", type=count(1, 512), default=32, help="rank of the adapters' slots (32)")
+    p.add_argument("--budget", type=seconds, default=480.0, metavar="TIME", help="90s, 8m, 1h (8m)")
+    p.add_argument("--sizes", type=batch_sizes, default=batch_sizes("1..8192"), help="tokens, 1,2,4..8192 (1..8192)")
+    p.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="moe, dense (both)")
+    p.add_argument("--tensor-parallel", type=count(1, 64), default=1, metavar="N", help="GPUs of one engine (1)")
+    p.add_argument("--out", type=Path, metavar="FILE", help="the file (tuned_configs/GPU/MODEL.json)")
+    p.add_argument("--state", type=Path, metavar="FILE", help="what a stopped run had done (FILE.state)")
+    p.add_argument("--jobs", type=count(0, 256), help="compiling processes (cores - 2, 14 at most; 0: none)")
+    p.add_argument("--rev", help="git revision for the file where there is no checkout")
+    p.add_argument("--dry-run", action="store_true", help="print the plan and its size; needs no GPU")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "python -m lorahost_kernels.tune") -> int:
+    """Tunes; 1 with a message where that can't be done, 2 for wrong arguments."""
+    started = time.monotonic()
+    args = parser(program).parse_args(arguments)
+    try:
+        shape = sharded(model_shape(args.model), args.tensor_parallel)
+        return dry_run(args, shape) if args.dry_run else tune(args, shape, started)
+    except (ShapeError, ConfigError, RefusedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+class RefusedError(RuntimeError):
+    """The run can't begin; the message says why."""
+
+
+def dry_run(args: argparse.Namespace, shape: ModelShape) -> int:
+    """Prints the plan for an H200."""
+    from lorahost_kernels.configs import PROGRAMS
+    from lorahost_kernels.tune import plan
+
+    todo = plan.places(shape, args.sizes, args.families)
+    if not todo:
+        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
+    print(plan.describe(shape, todo, args.adapters, args.rank, args.budget, 227 * 1024, PROGRAMS))
+    return 0
+
+
+def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
+    """Runs the plan; the file is rewritten after each point."""
+    try:
+        from lorahost_kernels.tune import compile as compiling
+        from lorahost_kernels.tune import gpu
+    except ImportError as error:
+        raise RefusedError(f"tuning needs torch and Triton: {error}") from None
+    from lorahost_kernels.tune import estimate, plan, writer
+    from lorahost_kernels.tune.run import Tuner
+    from lorahost_kernels.tune.state import State, StateError
+
+    try:
+        device = gpu.this_gpu()
+        run = gpu.provenance(args.rev)
+        out = args.out or Path("tuned_configs") / gpu_key(device.name) / f"{shape.name}.json"
+        versions = {k: v for k, v in run.items() if k not in ("date", "mix")}
+        key = {"gpu": device.name, "model": shape.name, "adapters": args.adapters, "rank": args.rank, **versions}
+        state = State(args.state or out.with_name(f"{out.name}.{args.adapters}x{args.rank}.state"), key)
+    except (gpu.NoGpuError, StateError) as error:
+        raise RefusedError(str(error)) from None
+    known: list[writer.Result] = []
+    if out.exists():
+        writer.write(out, shape, device.name, run, [])  # refuses another GPU's or shape's file before any work
+        # the current best of the same adapters and rank counts most, so it is learnt last
+        known = sorted(writer.results_of(read(out)), key=lambda r: (r.rank == args.rank, r.adapters == args.adapters))
+    todo = plan.places(shape, args.sizes, args.families)
+    if not todo:
+        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
+    say(f"{device.name}, torch {run['torch']}, triton {run['triton']}, revision {run['git_revision']}")
+    say(f"{shape.name}, {args.adapters} adapters, rank {args.rank}: {len(todo)} points into {out}")
+    if state.results:
+        say(f"{len(state.results)} points are done by an earlier run ({state.path})")
+    jobs = compiling.default_jobs() if args.jobs is None else args.jobs
+    compiler = compiling.Compiler(jobs, device.pdl)
+    sizes = (args.adapters, args.rank)
+
+    def spaces(place: plan.Place) -> Any:
+        return plan.spaces(shape, place.family, *sizes, place.tokens, device.shared, device.programs)
+
+    def done(result: writer.Result) -> None:
+        state.add(result)
+        writer.write(out, shape, device.name, run, state.results)
+
+    tuner = Tuner(*sizes, spaces, time.monotonic, say)
+    for result in [*known, *state.results]:
+        tuner.learn(result)
+    lab = gpu.Lab(shape, *sizes, device, compiler, say)
+    missing = [p for p in todo if not state.has(p.family, p.tokens)]
+    try:
+        left = tuner.tune(missing, lab.open, started + args.budget, done)
+    finally:
+        compiler.close()
+    report(state.results, len(left))
+    say(estimate.table(shape, state.results, device.rate))
+    if left:
+        say(f"no time for {', '.join(f'{p.family} M={p.tokens}' for p in left)}: the same command goes on from there")
+    else:
+        state.finish()
+    say(f"{out}: {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def say(line: str) -> None:
+    """Prints a line at once."""
+    print(line, flush=True)
+
+
+def report(results: Sequence[Any], left: int) -> None:
+    """Before and after of each operation over all points, by the geometric mean."""
+    from math import exp, log
+
+    gains: dict[str, list[float]] = {}
+    for r in results:
+        gains.setdefault(f"{r.family} (whole)", []).append(r.before_us / r.after_us)
+        for name, row in r.rows.items():
+            gains.setdefault(" ".join(filter(None, name)), []).append(row.before_us / row.after_us)
+    say(f"{len(results)} points done, {left} left; before / after, geometric mean and extremes:")
+    for name, factors in gains.items():
+        mean = exp(sum(map(log, factors)) / len(factors))
+        say(f"  {name:22} {mean:.3f} x  ({min(factors):.2f} to {max(factors):.2f}, {len(factors)} points)")
