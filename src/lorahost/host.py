@@ -130,6 +130,8 @@ class Host:
             self._start_failed(f"{type(error).__name__}: {error}")
         else:
             self.metrics.slots.set(info.max_loras)
+            for fallback in self.metrics.set_kernels(info.details.get("workers", [])):
+                log.warning("a LoRA operation runs on the engine's own kernels: %s", fallback)
             self._watch(engine)
             self.lifecycle.to(State.READY)
             log.info("ready", extra={"seconds": round(time.monotonic() - began, 1), **_facts(info)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -65,6 +67,10 @@ class Metrics:
         self.slots = gauge("slots", "Adapter slots.")
         self.draining = gauge("draining", "1 after SIGTERM.")
         self.ready = gauge("ready", "1 while /ping answers 200.")
+        self.kernel_path = gauge("kernel_path", "1 for the code that runs a LoRA operation.", "operation", "path")
+        self.kernel_fallbacks = gauge(
+            "kernel_fallbacks", "Workers whose self-check left a LoRA operation to the engine's own code.", "operation"
+        )
         build = gauge("build_info", "Versions, always 1.", "version", "python")
         build.labels(lorahost.__version__, platform.python_version()).set(1)
 
@@ -96,6 +102,22 @@ class Metrics:
         self._labels.discard(name)
         for metric in self._by_adapter:
             metric.remove_by_labels({"adapter": name})
+
+    def set_kernels(self, workers: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Shows which code runs each LoRA operation, by the workers' own reports (`lorahost_report`).
+
+        Returns:
+            `operation: reason` of each operation that fell back in some worker.
+        """
+        fallbacks: dict[str, str] = {}
+        for worker in workers:
+            for operation, found in worker.get("kernels", {}).items():
+                self.kernel_path.labels(operation, found["path"]).set(1)
+                fell_back = self.kernel_fallbacks.labels(operation)
+                if found["fallback"]:
+                    fell_back.inc()
+                    fallbacks[operation] = found["reason"]
+        return [f"{operation}: {reason}" for operation, reason in fallbacks.items()]
 
     def text(self) -> bytes:
         """All metrics of the process in Prometheus' text format."""

@@ -56,8 +56,9 @@ class Settings(BaseSettings):
         description="Serve adapters; false serves the base model alone.",
     )
     kernels: Literal["on", "off"] = Field(
-        "off", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
+        "on", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
     )
+    config_dir: Path | None = Field(None, description="Folder of tuned configurations instead of the packaged one.")
     max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")
     max_adapters: int = Field(64, ge=1, description="Adapters that may be registered at once.")
     max_slots: int = Field(16, ge=1, description="Upper bound of the number of slots worked out from free memory.")

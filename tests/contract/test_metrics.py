@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.fakes.running import Server
+from tests.fakes.running import Server, running
+
+from lorahost_kernels.operations import PRODUCTS
 
 
 def samples(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -71,3 +73,20 @@ def test_it_takes_less_than_a_tenth_of_a_second(server: Server) -> None:
 @pytest.mark.parametrize("name", ["lorahost_ready", "lorahost_slots", "lorahost_running", "lorahost_draining"])
 def test_the_gauges_are_there(server: Server, name: str) -> None:
     assert (name, ()) in samples(server)
+
+
+def test_what_runs_the_lora_operations_is_there(server: Server) -> None:
+    found = {labels: value for (name, labels), value in samples(server).items() if name == "lorahost_kernel_path"}
+    assert found == {(("operation", name), ("path", "none")): 1 for name in PRODUCTS}
+    assert samples(server)["lorahost_kernel_fallbacks", (("operation", "shrink"),)] == 0
+
+
+def test_a_failed_self_check_is_a_metric_and_a_warning(tmp_path: Path) -> None:
+    with running(tmp_path, engine={"fell_back": ["shrink"]}) as server:
+        found = samples(server)
+        assert found["lorahost_kernel_path", (("operation", "shrink"), ("path", "stock"))] == 1
+        assert found["lorahost_kernel_fallbacks", (("operation", "shrink"),)] == 1
+        assert found["lorahost_kernel_fallbacks", (("operation", "expand"),)] == 0
+        [line] = [line for line in server.log_lines() if "LoRA operation" in line["message"]]
+    assert line["level"] == "warning"
+    assert line["message"].endswith("the engine's own kernels: shrink: self-check failed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -18,7 +18,7 @@ import lorahost.http.adapters as adapter_routes
 import lorahost.http.app as http_app
 import lorahost.server as server
 from lorahost import logs
-from lorahost.core import AdapterVersion, EngineCall
+from lorahost.core import AdapterVersion, EngineCall, EngineInfo
 from lorahost.engine.fake import FakeHost
 from lorahost.errors import CapacityError
 from lorahost.host import Host
@@ -34,14 +34,23 @@ class ControlledHost(FakeHost):
     Attributes:
         suffix: Put behind every token.
         full: Every load is refused for want of memory.
+        fell_back: Operations whose self-check failed, as a worker reports it.
         loads: Engine names in the order of their loads.
     """
 
-    def __init__(self, *, suffix: str = "", full: bool = False, **options: Any) -> None:
+    def __init__(self, *, suffix: str = "", full: bool = False, fell_back: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**options)
         self.suffix = suffix
+        self.fell_back = fell_back
         self.full = full
         self.loads: list[str] = []
+
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        [worker] = info.details["workers"]
+        for name in self.fell_back:
+            worker["kernels"][name] = {"path": "stock", "reason": "self-check failed", "fallback": True}
+        return info
 
     async def _tokens_of(self, call: EngineCall, limit: int) -> AsyncGenerator[str, None]:
         async with aclosing(super()._tokens_of(call, limit)) as tokens:

@@ -12,11 +12,12 @@ from lorahost.environment import flag_value
 from lorahost.errors import InvalidRequestError
 
 DEFAULTS = LoraDefaults(max_loras=8, max_cpu_loras=65, max_lora_rank=32)
+COMPILE_KEY = {"lorahost": arguments.lorahost.__version__, "kernels": "on"}
 
 
 @pytest.fixture(autouse=True)
 def environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("CHAT_TEMPLATE", "VLLM_PORT", "VLLM_HOST_IP", "SAGEMAKER_SAFE_PORT_RANGE"):
+    for name in ("CHAT_TEMPLATE", "VLLM_PORT", "VLLM_HOST_IP", "SAGEMAKER_SAFE_PORT_RANGE", "LORAHOST_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -35,7 +36,7 @@ def test_what_is_open_is_filled_in() -> None:
     assert "--enable-lora" in found
     assert values(found, "--max-loras", "--max-cpu-loras", "--max-lora-rank") == ["8", "65", "32"]
     assert values(found, "--served-model-name", "--worker-extension-cls") == ["base", arguments.WORKER_EXTENSION]
-    assert json.loads(flag_value(found, "--additional-config") or "") == {"lorahost": arguments.lorahost.__version__}
+    assert json.loads(flag_value(found, "--additional-config") or "") == COMPILE_KEY
 
 
 def test_what_the_user_set_stays() -> None:
@@ -81,7 +82,7 @@ def test_vllm_accepts_the_line() -> None:
     args = parse(line("--max-model-len", "4k", "--max-num-seqs", "16"))
     assert (args.model, args.served_model_name, args.max_model_len) == ("/models/m", ["base"], 4000)
     assert (args.enable_lora, args.max_loras, args.max_cpu_loras, args.max_lora_rank) == (True, 8, 65, 32)
-    assert args.additional_config == {"lorahost": arguments.lorahost.__version__}
+    assert args.additional_config == COMPILE_KEY
     assert args.worker_extension_cls == arguments.WORKER_EXTENSION
 
 
@@ -137,3 +138,8 @@ def test_the_environment_is_set_where_it_is_open(environ: pytest.MonkeyPatch, tm
     assert "HF_HUB_OFFLINE" not in os.environ
     prepare_environment(str(tmp_path))
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_graphs_compiled_with_other_kernels_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAHOST_KERNELS", "off")
+    assert json.loads(flag_value(line(), "--additional-config") or "") == {**COMPILE_KEY, "kernels": "off"}

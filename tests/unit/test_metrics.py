@@ -59,6 +59,38 @@ def test_forgetting_an_unknown_name_frees_nothing(registry: CollectorRegistry) -
     assert metrics.adapter("c") == "other"
 
 
+def kernel(path: str, fallback: bool = False) -> dict[str, object]:
+    return {"path": path, "reason": f"{path} because", "fallback": fallback}
+
+
+def test_kernel_paths_are_shown_by_operation(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    assert metrics.set_kernels([{"kernels": {"shrink": kernel("triton"), "down_shrink": kernel("triton")}}] * 2) == []
+    value = registry.get_sample_value
+    for operation in ("shrink", "down_shrink"):
+        assert value("lorahost_kernel_path", {"operation": operation, "path": "triton"}) == 1
+        assert value("lorahost_kernel_path", {"operation": operation, "path": "stock"}) is None
+        assert value("lorahost_kernel_fallbacks", {"operation": operation}) == 0
+
+
+def test_workers_that_fell_back_are_counted_and_named(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    workers = [{"kernels": {"shrink": kernel(*found), "expand": kernel("stock")}} for found in
+               (("triton",), ("stock", True), ("stock", True))]  # fmt: skip
+    assert metrics.set_kernels(workers) == ["shrink: stock because"]
+    value = registry.get_sample_value
+    assert value("lorahost_kernel_path", {"operation": "shrink", "path": "triton"}) == 1
+    assert value("lorahost_kernel_path", {"operation": "shrink", "path": "stock"}) == 1
+    assert value("lorahost_kernel_fallbacks", {"operation": "shrink"}) == 2
+    assert value("lorahost_kernel_fallbacks", {"operation": "expand"}) == 0, "LORAHOST_KERNELS=off is no fallback"
+
+
+def test_an_engine_without_reports_has_no_kernels(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    assert metrics.set_kernels([]) == metrics.set_kernels([{"active": True}]) == []
+    assert registry.get_sample_value("lorahost_kernel_path", {"operation": "shrink", "path": "triton"}) is None
+
+
 def test_the_page_is_prometheus_text_with_our_prefix(registry: CollectorRegistry) -> None:
     metrics = Metrics(1, registry)
     metrics.ready.set(1)

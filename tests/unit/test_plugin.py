@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from lorahost_kernels.operations import MOE, OPERATIONS
 
 PACKAGE = Path(__file__).parents[2] / "kernels" / "lorahost_kernels"
 VLLM_PACKAGE = PACKAGE / "vllm_026"
@@ -62,9 +64,10 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         from lorahost_kernels.vllm_026 import install
 
+        self.register_gpu = install.register_gpu
         monkeypatch.setattr(install, "_installed", False)
         for name in ("register_common", "register_cpu", "register_gpu"):
-            monkeypatch.setattr(install, name, lambda name=name: pytest.fail(f"{name} was called"))
+            monkeypatch.setattr(install, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
         return install
 
     def test_other_version_is_refused(self, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,18 +97,104 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
         assert "vanished: missing" in lines[1]
         assert "attribute moved_away is gone" in lines[2]
 
-    def test_gpu_gets_the_common_patches_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from lorahost_kernels.vllm_026 import install
-
-        called = []
-        monkeypatch.setattr(install, "_installed", False)
-        monkeypatch.setattr(install, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-        monkeypatch.setattr(install, "register_common", lambda: called.append("common"))
-        monkeypatch.setattr(install, "register_cpu", lambda: called.append("cpu"))
-        monkeypatch.setattr(install, "operations", {})
+    @pytest.mark.parametrize(
+        ("kernels", "cuda", "reason"),
+        [("off", True, "LORAHOST_KERNELS=off"), ("on", False, "NVIDIA"), (None, False, "NVIDIA")],
+    )
+    def test_vllms_own_kernels_without_ours(
+        self, install: Any, monkeypatch: pytest.MonkeyPatch, kernels: str | None, cuda: bool, reason: str
+    ) -> None:
+        called = self.on_a_gpu(install, monkeypatch, kernels, cuda)
         install.install()
         assert called == ["common"]
         assert set(install.operations.values()) == {"stock"}
+        assert install.operations.keys() == install.kernels.keys() == set(OPERATIONS)
+        for found in install.kernels.values():
+            assert (found["path"], found["fallback"]) == ("stock", False)
+            assert reason in found["reason"]
+
+    @pytest.mark.parametrize("kernels", ["on", None])
+    def test_our_kernels_are_the_default_on_a_gpu(
+        self, install: Any, monkeypatch: pytest.MonkeyPatch, kernels: str | None
+    ) -> None:
+        called = self.on_a_gpu(install, monkeypatch, kernels, cuda=True)
+        install.install()
+        assert called == ["common", "ours"]
+        assert set(install.operations.values()) == {"triton"}
+        assert "not checked yet" in install.kernels["shrink"]["reason"]
+
+    def test_a_misspelt_choice_of_kernels_is_refused(self, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lorahost_kernels.vllm_026.patching import PluginError
+
+        called = self.on_a_gpu(install, monkeypatch, "yes", cuda=True)
+        with pytest.raises(PluginError, match="LORAHOST_KERNELS='yes' must be on or off"):
+            install.install()
+        assert called == []
+
+    def on_a_gpu(self, install: Any, monkeypatch: pytest.MonkeyPatch, kernels: str | None, cuda: bool) -> list[str]:
+        """Sets the platform and LORAHOST_KERNELS; what is patched is put into the list."""
+        from lorahost_kernels import vllm_026
+
+        called: list[str] = []
+        for name in ("operations", "kernels"):
+            monkeypatch.setattr(install, name, {})
+        monkeypatch.setattr(install, "register_gpu", self.register_gpu)
+        monkeypatch.setattr(install, "register_common", lambda: called.append("common"))
+        monkeypatch.setattr(install, "check_signatures", lambda cpu: None)
+        platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: cuda)
+        monkeypatch.setattr(install, "current_platform", platform)
+        ours = SimpleNamespace(apply_patches=lambda: called.append("ours"))
+        monkeypatch.setitem(sys.modules, f"{vllm_026.__name__}.gpu_punica", ours)
+        monkeypatch.setattr(vllm_026, "gpu_punica", ours, raising=False)
+        monkeypatch.delenv("LORAHOST_KERNELS", raising=False)
+        if kernels is not None:
+            monkeypatch.setenv("LORAHOST_KERNELS", kernels)
+        return called
+
+
+class TestChoosePaths:
+    """What the self-check finds decides, is recorded, and enters the key of vLLM's compile cache."""
+
+    @pytest.fixture
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from lorahost_kernels.vllm_026 import install
+
+        for name in ("operations", "kernels"):
+            monkeypatch.setattr(install, name, {})
+        return install
+
+    def outcomes(self, monkeypatch: pytest.MonkeyPatch, moe: Any) -> None:
+        from lorahost_kernels import self_check
+
+        found = {
+            name: self_check.Outcome(moe if name in MOE else "triton", f"{name}!", 0.25, 1.0) for name in OPERATIONS
+        }
+        monkeypatch.setattr(self_check, "paths_for", lambda *_: self_check.Paths(moe, "triton", found))
+
+    def test_a_fallback_is_recorded(self, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.outcomes(monkeypatch, "stock")
+        config = SimpleNamespace(additional_config={"mine": 1})
+        monkeypatch.setattr(install, "get_current_vllm_config_or_none", lambda: config)
+        paths = install.choose_paths("cpu", torch.float16)
+        assert (paths.moe, paths.dense) == ("stock", "triton")
+        assert config.additional_config == {"mine": 1, "lorahost_kernels": {"moe": "stock", "dense": "triton"}}
+        assert install.operations == {name: "stock" if name in MOE else "triton" for name in OPERATIONS}
+        assert install.kernels["shrink"] == {
+            "path": "triton", "reason": "shrink!", "fallback": False, "error": 0.25, "seconds": 1.0,
+        }  # fmt: skip
+        assert install.kernels["work_list"]["fallback"] is True
+
+    @pytest.mark.parametrize("config", [None, SimpleNamespace(additional_config=object())])
+    def test_a_compile_cache_that_can_not_be_told_is_said(
+        self, install: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
+    ) -> None:
+        self.outcomes(monkeypatch, "triton")
+        monkeypatch.setattr(install, "get_current_vllm_config_or_none", lambda: config)
+        # another test may have set up vLLM's own logging
+        monkeypatch.setattr(install, "log", logging.getLogger("tests.plugin"))
+        caplog.set_level(logging.WARNING, logger="tests.plugin")
+        install.choose_paths("cpu", torch.float16)
+        assert "compile cache does not know" in caplog.text
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -117,137 +206,3 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
-
-
-class TestSignatureTable:
-    """The table names everything of vLLM that the package uses, found by reading the package's code."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def names(cls) -> set[str]:
-        from lorahost_kernels.vllm_026 import signatures
-
-        return {
-            *signatures.COMMON_NAMES,
-            *signatures.CPU_NAMES,
-            *signatures.GPU_NAMES,
-            *signatures.COMMON_ATTRIBUTES,
-            *signatures.CPU_ATTRIBUTES,
-            *signatures.GPU_ATTRIBUTES,
-        }
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def attributes(cls, names: set[str]) -> set[str]:
-        from lorahost_kernels.vllm_026 import signatures
-
-        found = {name.rpartition(".")[2].rpartition(":")[2] for name in names}
-        found.update((signatures.COMMON_NAMES["vllm.lora.request:LoRARequest"] or "").split())
-        for table in (signatures.COMMON_ATTRIBUTES, signatures.CPU_ATTRIBUTES, signatures.GPU_ATTRIBUTES):
-            for listed in table.values():
-                found.update(listed.split())
-        return found
-
-    @pytest.fixture(params=sorted(VLLM_PACKAGE.glob("*.py")), ids=lambda path: path.name)
-    def tree(self, request: pytest.FixtureRequest) -> ast.Module:
-        return ast.parse(request.param.read_text())
-
-    def test_imported_names(self, tree: ast.Module, names: set[str]) -> None:
-        modules = {name.partition(":")[0] for name in names}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                used = {alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"}
-                assert used <= modules
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-                assert {f"{node.module}:{alias.name}" for alias in node.names} <= names
-
-    def test_patched_names(self, tree: ast.Module, names: set[str]) -> None:
-        origins = vllm_imports(tree)
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-                continue
-            if node.func.id not in ("patch", "original") or not isinstance(node.args[1], ast.Constant):
-                continue
-            owner, name = ast.unparse(node.args[0]), node.args[1].value
-            if owner.startswith("vllm."):
-                assert f"{owner}:{name}" in names
-            elif owner in origins:
-                assert f"{origins[owner]}.{name}" in names
-            else:
-                assert any(listed.endswith(f".{name}") for listed in names), owner
-
-    def test_overridden_methods(self, tree: ast.Module, names: set[str]) -> None:
-        from lorahost_kernels.vllm_026.signatures import resolve
-
-        origins = vllm_imports(tree)
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            bases = [resolve(origins[b.id]) for b in node.bases if isinstance(b, ast.Name) and b.id in origins]
-            for base in bases:
-                for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
-                    owners = [cls for cls in base.__mro__ if method.name in vars(cls)]
-                    if method.name == "__init__" or not owners:
-                        continue
-                    assert any(f"{cls.__module__}:{cls.__qualname__}.{method.name}" in names for cls in owners)
-
-    def test_attributes_of_vllm_objects(self, tree: ast.Module, attributes: set[str]) -> None:
-        """vLLM's objects are untyped, so whatever is read from a parameter annotated Any counts as vLLM's."""
-        ours = own_names()
-        plain = {*dir(torch.Tensor), *dir(dict), *dir(list), *dir(str), "value"}
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            for attribute in attributes_of_untyped(function):
-                assert attribute in attributes | ours | plain, f"{function.name} uses {attribute}"
-
-    def test_private_attributes(self, tree: ast.Module, attributes: set[str]) -> None:
-        private = {
-            node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        }
-        assert private <= attributes | own_names()
-
-
-def vllm_imports(tree: ast.Module) -> dict[str, str]:
-    """Local name -> `module:name` of what is imported from vLLM."""
-    return {
-        alias.asname or alias.name: f"{node.module}:{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
-        for alias in node.names
-    }
-
-
-def own_names() -> set[str]:
-    """Functions, methods, dataclass fields and attributes that the package defines itself."""
-    found = {"lorahost_preparer", "lorahost_packed"}
-    for path in VLLM_PACKAGE.glob("*.py"):
-        for cls in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
-            for node in ast.walk(cls):
-                if isinstance(node, ast.FunctionDef):
-                    found.add(node.name)
-                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    found.add(node.target.id)
-                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    found.add(node.attr)
-    return found
-
-
-def attributes_of_untyped(function: ast.FunctionDef) -> Iterator[str]:
-    """Attributes read from parameters annotated `Any`, and from variables that come from those."""
-    untyped = {
-        arg.arg for arg in function.args.args if arg.annotation is not None and ast.unparse(arg.annotation) == "Any"
-    }
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and root_of(node.value) in untyped:
-            untyped.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and root_of(node) in untyped and not node.attr.startswith("__"):
-            yield node.attr
-
-
-def root_of(node: ast.AST) -> str | None:
-    """The variable that a chain of attributes, calls and subscripts starts at."""
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else None

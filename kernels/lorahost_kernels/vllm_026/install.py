@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
+from lorahost_kernels.operations import OPERATIONS, PRODUCTS
 from lorahost_kernels.vllm_026.patching import PluginError
 from lorahost_kernels.vllm_026.signatures import VLLM_VERSION, check_signatures
 
+if TYPE_CHECKING:
+    from lorahost_kernels.self_check import Paths
+
 log = logging.getLogger("vllm.lorahost")
 
-# Which code runs each operation in this process, filled in by `install`.
+# Which code runs each operation in this process, filled in by `install`, then by `choose_paths`.
 operations: dict[str, str] = {}
+# The same for LoRA products with the reason, JSON types: {"path", "reason", "fallback"}, and what the self-check found.
+kernels: dict[str, dict[str, Any]] = {}
 _installed = False
 
 
@@ -22,7 +30,8 @@ def install() -> None:
     """Applies all patches once.
 
     Raises:
-        PluginError: wrong vLLM version, or a name that we use has changed. Nothing is patched then.
+        PluginError: wrong vLLM version, or a name that we use has changed, or LORAHOST_KERNELS is neither on nor off.
+            Nothing is patched then.
     """
     global _installed
     if _installed:
@@ -33,12 +42,18 @@ def install() -> None:
             f"install vllm=={VLLM_VERSION}, or leave the plugin out with VLLM_PLUGINS="
         )
     check_signatures(cpu=current_platform.is_cpu())
+    wanted = wanted_kernels()
     register_common()
     if current_platform.is_cpu():
         register_cpu()
     else:
-        register_gpu()
+        register_gpu(wanted)
     _installed = True
+    log_operations()
+
+
+def log_operations() -> None:
+    """One line with each operation's path."""
     log.info("lorahost plugin active: %s", ", ".join(f"{name}={path}" for name, path in operations.items()))
 
 
@@ -62,17 +77,67 @@ def register_cpu() -> None:
 
     cpu_punica.apply_patches()
     cpu_moe.apply_patches()
-    for operation in ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand", "shrink", "expand"):
-        operations[operation] = "torch"
+    for name in PRODUCTS:
+        record(name, "torch", "the engine runs on the CPU")
 
 
-def register_gpu() -> None:
-    """With LORAHOST_KERNELS=on this package's kernels, else vLLM's own, for every operation."""
-    path = "stock"
-    if os.environ.get("LORAHOST_KERNELS", "off") == "on":
+def wanted_kernels() -> str:
+    """LORAHOST_KERNELS, `on` where it isn't set. Raises PluginError for a value that is neither `on` nor `off`."""
+    wanted = os.environ.get("LORAHOST_KERNELS", "on")
+    if wanted not in ("on", "off"):
+        raise PluginError(f"LORAHOST_KERNELS={wanted!r} must be on or off")
+    return wanted
+
+
+def register_gpu(wanted: str) -> None:
+    """With `on` this package's kernels, until `choose_paths` has checked them; else vLLM's own, for all operations."""
+    from lorahost_kernels.vllm_026 import tp_slices
+
+    if wanted == "on" and current_platform.is_cuda():
         from lorahost_kernels.vllm_026 import gpu_punica
 
         gpu_punica.apply_patches()
-        path = "triton"
-    for operation in ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand", "shrink", "expand"):
-        operations[operation] = path
+        path, reason = "triton", "LORAHOST_KERNELS=on, not checked yet"
+    elif wanted == "on":
+        path, reason = "stock", "these kernels are for NVIDIA GPUs"
+    else:
+        path, reason = "stock", "LORAHOST_KERNELS=off"
+    tp_slices.apply_patches()
+    for name in OPERATIONS:
+        record(name, path, reason)
+
+
+def choose_paths(device: Any, dtype: Any) -> Paths:
+    """Runs the self-check, once a process, and records which code runs each operation from here on.
+
+    Call it where vLLM's configuration is set, before the model is compiled: the choice becomes a part of the key of
+    vLLM's compile cache, since the compiled graphs call other operations with other kernels.
+
+    Args:
+        device: Where the LoRA weights are.
+        dtype: Of the LoRA weights.
+
+    Raises:
+        UnusableDeviceError: a kernel has left the device unusable.
+    """
+    import torch
+
+    from lorahost_kernels import self_check
+
+    paths = self_check.paths_for(torch.device(device), dtype)
+    for name, outcome in paths.outcomes.items():
+        record(name, fallback=outcome.path == "stock", **outcome.facts())
+    config = get_current_vllm_config_or_none()
+    extra = None if config is None else config.additional_config
+    if isinstance(extra, dict):
+        extra["lorahost_kernels"] = {"moe": paths.moe, "dense": paths.dense}
+    else:
+        log.warning("additional_config is no dict: vLLM's compile cache does not know which LoRA kernels are in use")
+    log_operations()
+    return paths
+
+
+def record(name: str, path: str, reason: str, fallback: bool = False, **more: Any) -> None:
+    """Sets the path of a LoRA operation."""
+    operations[name] = path
+    kernels[name] = {"path": path, "reason": reason, "fallback": fallback, **more}

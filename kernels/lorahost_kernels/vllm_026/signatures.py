@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.utils.import_utils import has_triton_kernels
+
+from lorahost_kernels.vllm_026.gpu_names import GPU_ATTRIBUTES, GPU_NAMES, OAI_ATTRIBUTES, OAI_NAMES
 from lorahost_kernels.vllm_026.patching import PluginError
 
 VLLM_VERSION = "0.26.0"
@@ -19,6 +22,7 @@ VLLM_VERSION = "0.26.0"
 # we don't construct).
 COMMON_NAMES: dict[str, str | None] = {
     "vllm:__version__": None,
+    "vllm.config:get_current_vllm_config_or_none": "",
     "vllm.platforms:current_platform": None,
     "vllm.platforms.interface:Platform.is_cpu": "self",
     "vllm.lora.lora_model:PIN_MEMORY": None,
@@ -91,30 +95,6 @@ CPU_NAMES: dict[str, str | None] = {
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._replace_quant_method": ("self quant_method"),
 }
 
-# The same for what only the GPU path uses.
-GPU_NAMES: dict[str, str | None] = {
-    "vllm.utils.torch_utils:direct_register_custom_op": (
-        "op_name op_func mutates_args fake_impl target_lib dispatch_key tags"
-    ),
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU": "max_num_batched_tokens max_batches device kwargs",
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.update_metadata": (
-        "self mapping lora_index_to_id max_loras vocab_size kwargs"
-    ),
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_linear": (
-        "self y x lora_a_stacked lora_b_stacked scale output_slices buffer kwargs"
-    ),
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_w13": (
-        "self y x lora_a_stacked lora_b_stacked topk_ids topk_weights expert_map w1 w2 num_tokens top_k_num max_loras "
-        "adapter_enabled local_num_experts top_k num_slices fully_sharded use_tuned_config add_inputs "
-        "token_lora_mapping"
-    ),
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_w2": (
-        "self y x lora_a_stacked lora_b_stacked topk_weights sorted_token_ids_lora expert_ids_lora "
-        "num_tokens_post_padded_lora token_lora_mapping num_tokens w1 w2 top_k_num max_loras adapter_enabled top_k "
-        "fully_sharded tp_rank use_tuned_config add_inputs"
-    ),
-}
-
 # `module:class` -> attributes of its instances, which only its source shows.
 COMMON_ATTRIBUTES: dict[str, str] = {
     "vllm.lora.worker_manager:WorkerLoRAManager": "_adapter_manager",
@@ -153,13 +133,6 @@ CPU_ATTRIBUTES: dict[str, str] = {
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE": "gate_up_linear down_linear",
 }
 
-# The same for what only the GPU path uses.
-GPU_ATTRIBUTES: dict[str, str] = {
-    "vllm.lora.layers.utils:LoRAMapping": "index_mapping",
-    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU": "token_mapping_meta max_loras",
-    "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta": "token_lora_mapping no_lora_flag_cpu",
-}
-
 
 def check_signatures(cpu: bool) -> None:
     """Compares the tables with the installed vLLM: the common ones, and the CPU's or the GPU's.
@@ -170,15 +143,17 @@ def check_signatures(cpu: bool) -> None:
     problems = [*_name_problems(COMMON_NAMES), *_attribute_problems(COMMON_ATTRIBUTES)]
     names, attributes = (CPU_NAMES, CPU_ATTRIBUTES) if cpu else (GPU_NAMES, GPU_ATTRIBUTES)
     problems += [*_name_problems(names), *_attribute_problems(attributes)]
+    if not cpu and has_triton_kernels():
+        problems += [*_name_problems(OAI_NAMES), *_attribute_problems(OAI_ATTRIBUTES)]
     if problems:
         raise PluginError(f"this vLLM is not the {VLLM_VERSION} that lorahost's plugin knows:\n" + "\n".join(problems))
 
 
 def resolve(name: str) -> Any:
-    """The object that `module:qualified.name` stands for; AttributeError or ImportError when there is none."""
+    """The object that `module` or `module:qualified.name` stands for; AttributeError or ImportError without one."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
-    for part in path.split("."):
+    for part in path.split(".") if path else ():
         found = getattr(found, part)
     return found
 
@@ -212,6 +187,6 @@ def _attribute_problems(table: dict[str, str]) -> Iterator[str]:
 
 
 def _class_source(cls: type) -> str:
-    """Source of a class and of its bases inside vLLM."""
-    bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm")]
+    """Source of a class and of its bases inside vLLM, and inside the Triton kernels that it carries."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith(("vllm", "triton_kernels"))]
     return "\n".join(inspect.getsource(base) for base in bases)

@@ -20,7 +20,8 @@ class WorkerExtension:
     def lorahost_report(self) -> dict[str, Any]:
         """What of the plugin is active in this worker, JSON types only.
 
-        `active` is False when vLLM did not call the plugin here; the server must not start then.
+        `active` is False when vLLM did not call the plugin here; the server must not start then. `kernels` has the
+        path of each LoRA operation with its reason, and with the self-check's error where it has run.
         """
         return {
             "active": install.is_installed(),
@@ -29,6 +30,7 @@ class WorkerExtension:
             "patches": patching.applied(),
             "device": str(self.device),
             "operations": dict(install.operations),
+            "kernels": {name: dict(found) for name, found in install.kernels.items()},
         }
 
     def lorahost_wrapped_modules(self) -> list[str]:

@@ -19,8 +19,11 @@ from typing import Any
 
 from lorahost.core import AdapterVersion, EngineCall, EngineHealth, EngineInfo, Json
 from lorahost.errors import AdapterRejectedError, CapacityError, EngineFailedError, InvalidRequestError
+from lorahost_kernels.operations import PRODUCTS
 
 FAKE_MAX_MODEL_LEN = 4096
+# what a worker says about an operation; here there is none to run
+NO_KERNEL = {"path": "none", "reason": "the fake engine has no model", "fallback": False}
 
 
 class FakeHost:
@@ -73,6 +76,7 @@ class FakeHost:
             max_loras=self.max_loras,
             max_lora_rank=64,
             max_cpu_loras=self.max_cpu_loras,
+            details={"workers": [{"kernels": {name: dict(NO_KERNEL) for name in PRODUCTS}}]},
         )
 
     async def _steps(self) -> None:

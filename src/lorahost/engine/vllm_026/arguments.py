@@ -69,7 +69,8 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
     line += ["--worker-extension-cls", WORKER_EXTENSION]
     if "--additional-config" not in given:
         # part of vLLM's compile-cache key: graphs compiled with other kernels are not reused
-        line += ["--additional-config", json.dumps({"lorahost": lorahost.__version__})]
+        key = {"lorahost": lorahost.__version__, "kernels": os.environ.get("LORAHOST_KERNELS", "on")}
+        line += ["--additional-config", json.dumps(key)]
     return line
 
 
