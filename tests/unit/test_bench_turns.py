@@ -1,0 +1,144 @@
+"""An engine's side of taking turns, with a stand-in for the engine, and the comparison of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lorahost.bench import answers, rows, turns
+from lorahost.bench.loads import Load
+from lorahost.bench.point import Point
+from lorahost.bench.timings import Record
+from lorahost.bench.vllm_026 import turn_taker
+from lorahost.bench.vllm_026.engine import WrongEngineError
+
+
+class Asked:
+    """Stands in for `Engine` inside its own process: notes what it is asked; `error` fails every request."""
+
+    def __init__(self, error: str = "") -> None:
+        self.rounds: list[tuple[str, int, Any, int]] = []
+        self.tops: list[tuple[int, str]] = []
+        self.most = self._running = 0
+        self._error = error
+
+    async def round(self, load: Load, requests: int, seed: int, *, names: Any = None, output: int = 0) -> list[Record]:
+        self.rounds.append((str(load), requests, names, output))
+        return [Record("", 1.0, [2.0, 3.0], 2, 4, error=self._error) for _ in range(requests)]
+
+    async def top(self, ids: list[int], adapter: str, tokens: int, count: int) -> list[answers.Token]:
+        self._running += 1
+        self.most = max(self.most, self._running)
+        self.tops.append((len(ids), adapter))
+        await asyncio.sleep(0)
+        self._running -= 1
+        return [(1, {1: -0.5})] * tokens
+
+
+def asked(folder: Path, point: Point, engine: Asked, monkeypatch: pytest.MonkeyPatch, *asks: turns.Ask) -> list[Any]:
+    """The answers of an engine's side to asks that lie there before it is ready."""
+
+    @contextlib.asynccontextmanager
+    async def checked(point: Point, work: Path) -> AsyncIterator[tuple[Asked, dict[str, object]]]:
+        yield engine, {"run": "r1", "gpu": "none", "start_s": 1.0, "operations": ""}
+        (folder / "closed").touch()
+
+    monkeypatch.setattr(turn_taker, "checked", checked)
+    for n, ask in enumerate(asks):
+        (folder / f"ask-{n}.json").write_text(json.dumps(ask))
+    (folder / "stop").touch()
+    asyncio.run(turn_taker.take_turns(point, folder, folder, {"commit": "c"}))
+    assert (folder / "closed").exists()
+    assert (folder / "ready.json").exists()
+    return [json.loads((folder / f"answer-{n}.json").read_text()) for n in range(len(asks))]
+
+
+def ask_of(base: bool, number: int) -> turns.Ask:
+    return {"what": "load", "load": "closed:2", "base": base, "alternation": number, "repeat": 1}
+
+
+def test_an_engine_warms_up_and_answers_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point, engine = Point("stock", loads=(Load(concurrency=2),), warmup=1, requests=3, output=600), Asked()
+    first, second = asked(tmp_path, point, engine, monkeypatch, ask_of(False, 1), ask_of(True, 2))
+    # warm: adapters' and base traffic, with short answers
+    assert engine.rounds[:2] == [("closed:2", 2, None, 64), ("closed:2", 2, [""], 64)]
+    assert engine.rounds[2:] == [("closed:2", 3, None, 0), ("closed:2", 3, [""], 0)]
+    rows.append(tmp_path / "rows.csv", [first["row"], second["row"]])
+    found = rows.read(tmp_path / "rows.csv")
+    assert [(r["path"], r["kernels"], r["alternation"]) for r in found] == [
+        ("stock", "off", "1"),
+        ("lora-base", "off", "2"),
+    ]
+    assert {(r["run"], r["commit"], r["otps_p50"], r["load"]) for r in found} == {("r1", "c", "1", "closed:2")}
+
+
+def test_an_engine_without_a_good_request_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongEngineError, match="all 4 requests failed: EngineDeadError x 4"):
+        asked(
+            tmp_path,
+            Point("base"),
+            Asked("EngineDeadError: gone"),
+            monkeypatch,
+            ask_of(False, 1) | {"load": "closed:1"},
+        )
+
+
+def test_the_probe_asks_alone_and_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Asked()
+    [answer] = asked(tmp_path, Point("ours", adapters=8, warmup=0), engine, monkeypatch, turns.PROBE)
+    found = answers.read(answer["answers"])
+    assert {"3/base/alone", "1600/a0/alone", "700/a7/alone", "17/base/mixed", "100/a3/mixed"} < found.keys()
+    assert len(found) == len(engine.tops) == 5 * 3 + 5 * 5
+    assert engine.most == 25
+    assert found["3/a0/alone"] == [(1, {1: -0.5})] * answers.TOKENS
+    alone = Asked()
+    [answer] = asked(tmp_path, Point("base", warmup=0), alone, monkeypatch, turns.PROBE)
+    assert {tag.split("/")[1] for tag in answer["answers"]} == {"base"}
+
+
+def test_an_engine_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
+    turn = "import asyncio, sys; from pathlib import Path; from lorahost.bench.turns import serve; "
+    child = turn + "asyncio.run(serve(Path(sys.argv[1]), {}, None)); (Path(sys.argv[1]) / 'over').touch()"
+    # the process between starts it and ends as soon as it is ready
+    parent = (
+        "import subprocess, sys, time; from pathlib import Path\n"
+        "subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
+        "while not (Path(sys.argv[2]) / 'ready.json').exists(): time.sleep(0.02)"
+    )
+    subprocess.run([sys.executable, "-c", parent, child, str(tmp_path)], check=True, env=dict(os.environ), timeout=120)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "over").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_requests_are_the_widest_load_s() -> None:
+    point = Point("ours", loads=(Load(concurrency=16), Load(concurrency=1), Load(concurrency=8)), requests=24)
+    assert [turn_taker.requests_of(point, load) for load in point.loads] == [24, 2, 12]
+    assert [turn_taker.requests_of(replace(point, requests=0), load) for load in point.loads] == [32, 4, 16]
+
+
+def test_answers_apart_up_to_the_first_other_token() -> None:
+    a = {"q": [(1, {1: -0.1, 2: -3.0}), (2, {2: -0.5, 3: -0.55}), (5, {5: -0.1})]}
+    same = answers.difference(a, a)
+    assert (same.questions, same.equal, same.worst, same.differing) == (1, 1, 0.0, [])
+    b = {"q": [(1, {1: -0.13, 2: -3.0}), (3, {2: -0.56, 3: -0.5}), (8, {5: -9.0, 8: -0.1})]}
+    tie = answers.difference(a, b)
+    assert (tie.equal, tie.ties, tie.differing) == (0, 1, [])
+    assert tie.worst == pytest.approx(0.06)
+    assert answers.difference(a, {"q": [(1, {1: math.nan})] * 3}).worst == math.inf
+    assert answers.difference(a, {"q": [(4, {4: -0.1})]}).worst == math.inf
+    [short] = answers.difference(a, {"q": a["q"][:2]}).differing
+    assert short == "q: 2 tokens instead of 3"
