@@ -12,6 +12,7 @@ from lorahost_deploy.aws import Aws
 from lorahost_deploy.compare import holds
 from lorahost_deploy.errors import DeployError
 from lorahost_deploy.options import verb
+from lorahost_deploy.plan import S3Place
 from lorahost_deploy.policies import BUILD_ROLE, PROJECT, REPOSITORY, role_arn
 
 KEPT_IMAGES = 20
@@ -42,12 +43,13 @@ LIFECYCLE = {
 @click.option("--source", required=True, help="Git address, or s3://bucket/key.zip, with the repository.")
 @click.option("--revision", default="", help="Commit, branch or tag to build; by default the source's own.")
 @click.option("--compute", default="BUILD_GENERAL1_2XLARGE", show_default=True, help="CodeBuild's machine.")
+@click.option("--store", help="Where each build's image.json goes: below images/ of s3://bucket/prefix.")
 @click.option("--no-build", is_flag=True, help="Only the repository and the project.")
 @verb
-def image(aws: Aws, source: str, revision: str, compute: str, no_build: bool) -> None:
+def image(aws: Aws, source: str, revision: str, compute: str, store: str | None, no_build: bool) -> None:
     """Build the container image with CodeBuild and push it to ECR."""
     ensure_repository(aws)
-    ensure_project(aws, project(aws, source, compute))
+    ensure_project(aws, project(aws, source, compute, store))
     if not no_build:
         build(aws, revision)
 
@@ -74,14 +76,14 @@ def ensure_repository(aws: Aws) -> None:
         console.say(f"repository {REPOSITORY}: lifecycle policy put")
 
 
-def project(aws: Aws, source: str, compute: str) -> dict[str, Any]:
+def project(aws: Aws, source: str, compute: str, store: str | None) -> dict[str, Any]:
     """The build project as it shall be."""
     variables = {"AWS_ACCOUNT_ID": aws.account, "IMAGE_REPOSITORY": repository_uri(aws)}
     return {
         "name": PROJECT,
         "description": "lorahost's container image",
         "source": {**_source(source), "buildspec": "buildspec.yml"},
-        "artifacts": {"type": "NO_ARTIFACTS"},
+        "artifacts": _artifacts(store),
         "environment": {
             "type": "LINUX_CONTAINER",
             "image": "aws/codebuild/standard:7.0",
@@ -94,6 +96,15 @@ def project(aws: Aws, source: str, compute: str) -> dict[str, Any]:
         "queuedTimeoutInMinutes": 60,
         "logsConfig": {"cloudWatchLogs": {"status": "ENABLED", "groupName": f"/aws/codebuild/{PROJECT}"}},
     }
+
+
+def _artifacts(store: str | None) -> dict[str, Any]:
+    if store is None:
+        return {"type": "NO_ARTIFACTS"}
+    place = S3Place.parse(store)
+    folder = f"{place.prefix}/images" if place.prefix else "images"
+    where = {"location": place.bucket, "path": folder, "name": "/"}
+    return {"type": "S3", **where, "namespaceType": "BUILD_ID", "packaging": "NONE"}
 
 
 def _source(address: str) -> dict[str, Any]:

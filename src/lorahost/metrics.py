@@ -71,6 +71,10 @@ class Metrics:
         self.kernel_fallbacks = gauge(
             "kernel_fallbacks", "Workers whose self-check left a LoRA operation to the engine's own code.", "operation"
         )
+        self.kernel_tiles = gauge(
+            "kernel_tiles", "1 for where a LoRA operation's tiles come from: exact, nearest or default.",
+            "operation", "source",
+        )  # fmt: skip
         build = gauge("build_info", "Versions, always 1.", "version", "python")
         build.labels(lorahost.__version__, platform.python_version()).set(1)
 
@@ -117,6 +121,8 @@ class Metrics:
                 if found["fallback"]:
                     fell_back.inc()
                     fallbacks[operation] = found["reason"]
+            for operation, found in worker.get("tuned", {}).get("operations", {}).items():
+                self.kernel_tiles.labels(operation, found["source"]).set(1)
         return [f"{operation}: {reason}" for operation, reason in fallbacks.items()]
 
     def text(self) -> bytes:

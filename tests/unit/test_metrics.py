@@ -85,6 +85,13 @@ def test_workers_that_fell_back_are_counted_and_named(registry: CollectorRegistr
     assert value("lorahost_kernel_fallbacks", {"operation": "expand"}) == 0, "LORAHOST_KERNELS=off is no fallback"
 
 
+def test_where_tiles_come_from(registry: CollectorRegistry) -> None:
+    metrics = Metrics(1, registry)
+    metrics.set_kernels([{"tuned": {"active": True, "operations": {"shrink": {"source": "nearest", "rows": 3}}}}])
+    labels = {"operation": "shrink", "source": "nearest"}
+    assert registry.get_sample_value("lorahost_kernel_tiles", labels) == 1
+
+
 def test_an_engine_without_reports_has_no_kernels(registry: CollectorRegistry) -> None:
     metrics = Metrics(1, registry)
     assert metrics.set_kernels([]) == metrics.set_kernels([{"active": True}]) == []

@@ -202,7 +202,10 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
             return stock
         if self.batch_without_adapters():
             return None, None, None, token_lora_mapping
-        ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        ids = topk_ids
+        if expert_map is not None:
+            # -1 marks rows without an expert, and would index the map's end
+            ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()], -1)
         slots = self._slots(num_tokens) if token_lora_mapping is None else token_lora_mapping
         routing = with_work_list(
             Routing(slots, adapter_enabled, local_num_experts, ids.to(torch.int32).contiguous()),

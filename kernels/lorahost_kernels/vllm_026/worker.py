@@ -7,6 +7,7 @@ from typing import Any
 import vllm
 
 import lorahost_kernels
+from lorahost_kernels.tuned import active
 from lorahost_kernels.vllm_026 import install, modules, patching
 from lorahost_kernels.vllm_026.loading import AdapterPreparer, preparer_of
 
@@ -21,7 +22,8 @@ class WorkerExtension:
         """What of the plugin is active in this worker, JSON types only.
 
         `active` is False when vLLM did not call the plugin here; the server must not start then. `kernels` has the
-        path of each LoRA operation with its reason, and with the self-check's error where it has run.
+        path of each LoRA operation with its reason, and with the self-check's error where it has run; `tuned` says
+        where the operations' tiles come from.
         """
         return {
             "active": install.is_installed(),
@@ -31,6 +33,7 @@ class WorkerExtension:
             "device": str(self.device),
             "operations": dict(install.operations),
             "kernels": {name: dict(found) for name, found in install.kernels.items()},
+            "tuned": active.report(),
         }
 
     def lorahost_wrapped_modules(self) -> list[str]:
