@@ -39,7 +39,10 @@ CONFIG = {
 
 
 @pytest.fixture(autouse=True)
-def defaults_again() -> Iterator[None]:
+def defaults_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # vLLM, once some test has imported it, keeps its loggers' records to itself
+    for name in ("vllm", "vllm.lorahost"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     yield
     in_use.deactivate()
 

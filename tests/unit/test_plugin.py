@@ -106,7 +106,7 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
     ) -> None:
         called = self.on_a_gpu(install, monkeypatch, kernels, cuda)
         install.install()
-        assert called == ["common"]
+        assert called == ["common", "slices"]
         assert set(install.operations.values()) == {"stock"}
         assert install.operations.keys() == install.kernels.keys() == set(OPERATIONS)
         for found in install.kernels.values():
@@ -119,7 +119,7 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
     ) -> None:
         called = self.on_a_gpu(install, monkeypatch, kernels, cuda=True)
         install.install()
-        assert called == ["common", "ours"]
+        assert called == ["common", "ours", "slices"]
         assert set(install.operations.values()) == {"triton"}
         assert "not checked yet" in install.kernels["shrink"]["reason"]
 
@@ -143,9 +143,10 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
         monkeypatch.setattr(install, "check_signatures", lambda cpu: None)
         platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: cuda)
         monkeypatch.setattr(install, "current_platform", platform)
-        ours = SimpleNamespace(apply_patches=lambda: called.append("ours"))
-        monkeypatch.setitem(sys.modules, f"{vllm_026.__name__}.gpu_punica", ours)
-        monkeypatch.setattr(vllm_026, "gpu_punica", ours, raising=False)
+        for name, said in (("gpu_punica", "ours"), ("tp_slices", "slices")):
+            module = SimpleNamespace(apply_patches=lambda said=said: called.append(said))
+            monkeypatch.setitem(sys.modules, f"{vllm_026.__name__}.{name}", module)
+            monkeypatch.setattr(vllm_026, name, module, raising=False)
         monkeypatch.delenv("LORAHOST_KERNELS", raising=False)
         if kernels is not None:
             monkeypatch.setenv("LORAHOST_KERNELS", kernels)

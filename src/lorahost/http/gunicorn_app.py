@@ -37,6 +37,7 @@ class HostArbiter(Arbiter):
     def start(self) -> None:
         """Orphans of a killed worker, the engine's processes, become this process's children and can be ended."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.log.workers = self.WORKERS
         super().start()
 
     def signal(self, sig: int, frame: Any) -> None:

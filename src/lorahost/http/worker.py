@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import resource
 import socket
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 from gunicorn.glogging import Logger
@@ -27,6 +29,11 @@ PIECES = 64
 # for the engine, adapters and logs
 OTHER_FILES = 512
 LEAST_CONNECTIONS = 64
+ENDED = re.compile(r"Worker \(pid:(\d+)\) (?:was sent|exited)")
+REASONS = {
+    "Worker failed to boot.": "the engine has failed (exit code 3)",
+    "App failed to load.": "the server could not start (exit code 4)",
+}
 
 
 def connection_limit(wanted: int) -> int:
@@ -85,13 +92,40 @@ class HostWorker(ThreadWorker):
 
 
 class HostLogger(Logger):
-    """gunicorn's messages go where all others go, as JSON lines."""
+    """gunicorn's messages go where all others go, as JSON lines, without what isn't so.
+
+    The master adopts the engine's processes and ends them with SIGKILL after a drain; gunicorn takes each for a worker.
+    It also has meanings of its own for two exit codes of ours.
+    """
+
+    # the master's own, by process id; set by it
+    workers: Mapping[int, Any] = MappingProxyType({})
 
     def setup(self, cfg: Any) -> None:
         """No handlers of its own."""
         self.error_log.handlers.clear()
         self.error_log.propagate = True
         self.error_log.setLevel(str(cfg.loglevel).upper())
+
+    def error(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Names what gunicorn misnames."""
+        if self._of_no_worker(msg, args):
+            return
+        if msg == "Reason: %s" and args:
+            args = (REASONS.get(str(args[0]), args[0]),)
+        super().error(msg, *args, **kwargs)
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """The same for other signals than SIGKILL."""
+        if not self._of_no_worker(msg, args):
+            super().warning(msg, *args, **kwargs)
+
+    def _of_no_worker(self, msg: object, args: tuple[object, ...]) -> bool:
+        found = ENDED.match(str(msg) % args if args else str(msg))
+        if found is None or int(found[1]) in self.workers:
+            return False
+        log.info("an adopted process ended: %s", found.string)
+        return True
 
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         """A client without patience is no fault of ours and needs no traceback."""
