@@ -37,7 +37,8 @@ class HostArbiter(Arbiter):
     def start(self) -> None:
         """Orphans of a killed worker, the engine's processes, become this process's children and can be ended."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.log.workers = self.WORKERS
+        if isinstance(self.log, HostLogger):
+            self.log.workers = self.WORKERS
         super().start()
 
     def signal(self, sig: int, frame: Any) -> None:
