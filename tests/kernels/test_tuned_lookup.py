@@ -39,11 +39,13 @@ CONFIG = {
 
 
 @pytest.fixture(autouse=True)
-def defaults_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # vLLM, once some test has imported it, keeps its loggers' records to itself
-    for name in ("vllm", "vllm.lorahost"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+def defaults_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    # once some test has imported vLLM, its loggers' records no longer reach the root logger
+    logger = logging.getLogger("vllm.lorahost")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
     yield
+    logger.removeHandler(caplog.handler)
     in_use.deactivate()
 
 
