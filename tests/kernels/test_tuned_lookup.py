@@ -44,6 +44,8 @@ def defaults_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFix
     logger = logging.getLogger("vllm.lorahost")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
+    # nor does pytest's handler keep its level
+    caplog.set_level(logging.INFO, logger.name)
     yield
     logger.removeHandler(caplog.handler)
     in_use.deactivate()
