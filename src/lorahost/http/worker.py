@@ -124,7 +124,7 @@ class HostLogger(Logger):
         found = ENDED.match(str(msg) % args if args else str(msg))
         if found is None or int(found[1]) in self.workers:
             return False
-        log.info("an adopted process ended: %s", found.string)
+        log.info("an adopted process, pid %s, has ended", found[1])
         return True
 
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
