@@ -143,3 +143,19 @@ def test_the_environment_is_set_where_it_is_open(environ: pytest.MonkeyPatch, tm
 def test_graphs_compiled_with_other_kernels_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAHOST_KERNELS", "off")
     assert json.loads(flag_value(line(), "--additional-config") or "") == {**COMPILE_KEY, "kernels": "off"}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "gpu", "disabled"), [(True, False, False), (False, False, True), (False, True, False)]
+)
+def test_without_a_compiler_nothing_is_compiled_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: bool, gpu: bool, disabled: bool
+) -> None:
+    # the process's own environment is what is written to
+    monkeypatch.setattr(arguments.os, "environ", {"PATH": str(tmp_path)})
+    monkeypatch.setattr(arguments, "NVIDIA", tmp_path if gpu else tmp_path / "none")
+    if compiler:
+        (tmp_path / "g++").write_text("")
+        (tmp_path / "g++").chmod(0o755)
+    prepare_environment("org/hub-id")
+    assert (os.environ.get("TORCHDYNAMO_DISABLE") == "1") == disabled

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from lorahost.adapters import chat_template
 from lorahost.environment import flag_value
 from lorahost.errors import InvalidRequestError
 
+log = logging.getLogger(__name__)
+NVIDIA = Path("/dev/nvidiactl")
 WORKER_EXTENSION = "lorahost_kernels.vllm_026.worker.WorkerExtension"
 
 
@@ -109,6 +113,9 @@ def prepare_environment(model: str) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # standard output is the host's, one JSON object a line
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if not shutil.which(os.environ.get("CXX", "g++")) and not NVIDIA.exists():
+        log.warning("no C++ compiler: what vLLM compiles for the CPU even in eager mode runs uncompiled")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if ports := os.environ.get("SAGEMAKER_SAFE_PORT_RANGE"):
