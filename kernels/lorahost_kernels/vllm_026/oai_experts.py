@@ -33,7 +33,7 @@ def apply_patches() -> None:
 def backends() -> list[Any]:
     """vLLM's order of MXFP4 backends with these experts behind the fused ones, which can't have LoRA.
 
-    Measured on an H200, see docs/kernels.md: faster than Marlin at decode and at prefill.
+    Measured on an H200, see docs/kernels.md: faster than Marlin at decode in one run, at prefill across runs only.
     """
     order = original(mxfp4, "_get_priority_backends_for_gpt_oss")()
     at = order.index(mxfp4.Mxfp4MoeBackend.TRITON) + 1
