@@ -3,8 +3,9 @@
 usage: python -m bench.parity --cases DIR --out FILE     (bench.parity_cases made DIR)
 
 Every case is served by several engines at once: this package's kernels with CUDA graphs, without, and with ngram
-speculative decoding, and vLLM's own. Each asks for its prompts one by one and in one batch. One line per case, engine
-and adapter: the worst difference of a log-probability, tokens compared, PASS or FAIL. Exit status 1 after a FAIL.
+speculative decoding, and vLLM's own; those on two GPUs run if they are named. Each asks for its prompts one by one and
+in one batch. One line per case, engine and adapter: the worst difference of a log-probability, tokens compared, PASS or
+FAIL. Exit status 1 after a FAIL.
 The kernels' plugin must be installed (vLLM finds it by its entry point); nothing else of lorahost is needed.
 """
 
@@ -37,6 +38,7 @@ class Engine:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     mxfp4_only: bool = False
     cpu: bool = False
+    gpus: int = 1
 
     @property
     def operations(self) -> str:
@@ -56,6 +58,10 @@ ENGINES = {
     "ours-eager": Engine("on", {"enforce_eager": True, "max_loras": 2}),
     "ours-ngram": Engine("on", {"speculative_config": DRAFTS}),
     "ours-marlin": Engine("on", {"moe_backend": "marlin"}, mxfp4_only=True),
+    "ours-tp2": Engine("on", {"tensor_parallel_size": 2}, gpus=2),
+    # Marlin pads the columns of a rank, see lorahost_kernels.vllm_026.tp_slices
+    "ours-marlin-tp2": Engine("on", {"tensor_parallel_size": 2, "moe_backend": "marlin"}, mxfp4_only=True, gpus=2),
+    "stock-marlin-tp2": Engine("off", {"tensor_parallel_size": 2, "moe_backend": "marlin"}, mxfp4_only=True, gpus=2),
     "stock-graphs": Engine("off"),
     "cpu": Engine("off", CPU, cpu=True),
     "cpu-ngram": Engine("off", {**CPU, "speculative_config": DRAFTS}, cpu=True),
@@ -152,6 +158,8 @@ class Run:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+            # NVLink multicast stays off
+            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         }  # fmt: skip
         if ENGINES[engine].cpu:
             # MLA has no CPU backend
@@ -195,7 +203,7 @@ def plan(args: argparse.Namespace) -> list[tuple[str, str]]:
     """(case, engine) of all processes, all cases of an engine before the next engine."""
     cases = args.only or sorted(path.parent.name for path in args.cases.glob("*/expected.json"))
     mxfp4 = {case: json.loads((args.cases / case / "case.json").read_text())["mxfp4"] for case in cases}
-    names = args.engines or [name for name, engine in ENGINES.items() if not engine.cpu]
+    names = args.engines or [name for name, engine in ENGINES.items() if not engine.cpu and engine.gpus == 1]
 
     def possible(case: str, engine: Engine) -> bool:
         return not engine.cpu if mxfp4[case] else not engine.mxfp4_only

@@ -12,6 +12,8 @@ Mode = Literal["pair", "list"]
 PAIR_LIMITS = ((16, float("inf")), (64, 4.0), (512, 0.5))
 MULTIPROCESSORS = 132  # of an H200
 PROGRAMS = 800  # programs that fill an H200 about once with these tiles
+# Whether batches with a work list have the activation in gate_up's expand; without one they always do.
+FUSED_LIST = True
 
 
 @dataclass(frozen=True)

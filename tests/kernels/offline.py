@@ -20,9 +20,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lorahost_kernels.configs import work_block_m
+from lorahost_kernels.configs import shrink_config, work_block_m
 from lorahost_kernels.ops.common import launch
 from lorahost_kernels.ops.common.routing import Routing, WorkList, slice_columns, unweighted
+from lorahost_kernels.ops.expand_swiglu import launch as expand_swiglu_launch
 from lorahost_kernels.ops.work_list import launch as work_list_launch
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
@@ -113,6 +114,30 @@ def work_list_launches(tokens: int) -> list[Call]:
     return calls
 
 
+def swiglu_launches(tokens: int, rank: int) -> list[Call]:
+    """The launch of expand_swiglu for GPT-OSS-20B with the default tiles, by pairs or by tiles as the batch wants it."""
+    experts, topk, _, (width,), _ = SHAPES["gpt-oss-20b gate_up"]
+    pairs, groups = tokens * topk, SLOTS * (experts or 1)
+    block_m = work_block_m(pairs, groups, rank)
+    index = {"dtype": torch.int32}
+    work = None if block_m is None else WorkList(meta(pairs, **index), meta(1, **index), 100, block_m)
+    splits = 1 if block_m is None else shrink_config(pairs, groups, rank, 2880, 1, block_m).split_k
+    routing = Routing(
+        meta(tokens, **index), meta(SLOTS + 1, **index), experts or 1, meta(tokens, topk, **index),
+        pair_rows=meta(pairs, **index), work=work,
+    )  # fmt: skip
+    calls: list[Call] = []
+    kernels = {n: getattr(expand_swiglu_launch, n) for n in ("expand_swiglu_kernel", "expand_swiglu_list_kernel")}
+    for n, kernel in kernels.items():
+        setattr(expand_swiglu_launch, n, Recorder(kernel, calls))
+    h = meta(splits, pairs, 1, rank, dtype=torch.float32)
+    b = meta(SLOTS, experts or 1, width, rank)
+    expand_swiglu_launch.expand_swiglu(meta(pairs, width // 2), meta(pairs, width), h, b, routing, 1.702, 7.0)
+    for n, kernel in kernels.items():
+        setattr(expand_swiglu_launch, n, kernel)
+    return calls
+
+
 def source(call: Call) -> ASTSource:
     """What the just-in-time compiler would make of the launch: div16, ==1 and constexpr arguments."""
     signature: dict[str, str] = {}
@@ -126,6 +151,8 @@ def source(call: Call) -> ASTSource:
             signature[p.name] = POINTERS[value.dtype]
             if not p.do_not_specialize_on_alignment:
                 attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[p.name] = "fp32"
         elif value == 1 and not p.do_not_specialize:
             signature[p.name], constants[(i,)] = "constexpr", 1
         else:
@@ -174,6 +201,9 @@ def compiled() -> Iterator[dict[str, int | str]]:
             for tokens in (16, 1600, 8192) if capability == 90 else (16, 8192):
                 for call in launches(name, tokens):
                     yield {"shape": name, "tokens": tokens, **usage(call, capability)}
+        for tokens, rank in ((16, 32), (256, 32), (1600, 32), (8192, 32), (8192, 256)):
+            for call in swiglu_launches(tokens, rank):
+                yield {"shape": f"swiglu rank {rank}", "tokens": tokens, **usage(call, capability)}
         for call in work_list_launches(1600):
             yield {"shape": "work list", "tokens": 1600, **usage(call, capability)}
 
@@ -187,6 +217,8 @@ def variants() -> dict[str, int]:
             for call in launches(name, tokens):
                 found.setdefault(f"{name} {call.kernel.__name__}", set()).add(variant(call))
     for tokens in sizes:
+        for call in swiglu_launches(tokens, 32):
+            found.setdefault(f"swiglu {call.kernel.__name__}", set()).add(variant(call))
         for call in work_list_launches(tokens):
             found.setdefault(f"work list {call.kernel.__name__}", set()).add(variant(call))
     return {k: len(v) for k, v in found.items()}
@@ -195,4 +227,5 @@ def variants() -> dict[str, int]:
 if __name__ == "__main__":
     launch.has_pdl = lambda device: True  # type: ignore[assignment]
     work_list_launch.has_pdl = launch.has_pdl
+    expand_swiglu_launch.has_pdl = launch.has_pdl
     print(json.dumps(list(compiled()) if sys.argv[1] == "compile" else variants()))

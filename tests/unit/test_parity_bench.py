@@ -96,10 +96,11 @@ def test_the_plan_gives_each_case_the_engines_that_it_can_run_on(tmp_path: Path)
         (tmp_path / case / "case.json").write_text(json.dumps({"engine": {}, "mxfp4": mxfp4}))
         (tmp_path / case / "expected.json").write_text("[]")
     planned = plan(argparse.Namespace(cases=tmp_path, only=None, engines=None))
-    device = {name for name, engine in ENGINES.items() if not engine.cpu}
+    device = {name for name, engine in ENGINES.items() if not engine.cpu and engine.gpus == 1}
     assert {engine for case, engine in planned if case == "one"} == device - {"ours-marlin"}
     assert {engine for case, engine in planned if case == "two"} == device
     assert plan(argparse.Namespace(cases=tmp_path, only=None, engines=["cpu"])) == [("one", "cpu")]
+    assert plan(argparse.Namespace(cases=tmp_path, only=["two"], engines=["ours-tp2"])) == [("two", "ours-tp2")]
 
 
 def test_the_mxfp4_reference_has_the_values_of_the_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The LoRA product of one layer: shrink then expand, two launches chained by programmatic dependent launch.
 
-For few pairs the expand can take over the step behind it: the activation, or the sum over a token's experts.
+The expand can take over the step behind it: the activation, or for few pairs the sum over a token's experts.
 """
 
 from collections.abc import Sequence
@@ -75,10 +75,13 @@ def linear(
 def gate_up_swiglu(
     out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float
 ) -> None:
-    """out (pairs, n) = swiglu(y + B A x), for all pairs; see `expand_swiglu`. For batches without a work list."""
+    """out (pairs, n) = swiglu(y + B A x), for all pairs, and y stays as it is; see `expand_swiglu`."""
     expand_swiglu(out, y, gate_up_shrink(x, (lora_a,), routing), lora_b, routing, alpha, limit)
 
 
 def down_topk_sum(out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing) -> None:
-    """out (tokens, hidden) = the sum over experts of y + topk_weight * B A x; see `expand_topk_sum`."""
+    """out (tokens, hidden) = the sum over experts of y + topk_weight * B A x; see `expand_topk_sum`.
+
+    For batches without a work list.
+    """
     expand_topk_sum(out, y, down_shrink(x, (lora_a,), routing), lora_b, routing)

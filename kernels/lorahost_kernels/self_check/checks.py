@@ -169,8 +169,15 @@ def check_expand(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def check_expand_swiglu(device: torch.device, dtype: torch.dtype) -> float:
-    """All pairs that have a row, with an adapter or without."""
-    b = batch(device, dtype, DECODE, dense=False, block_m=None)
+    """All pairs that have a row, with an adapter or without: by pairs, and by tiles of 16 rows."""
+    decode = batch(device, dtype, DECODE, dense=False, block_m=None)
+    prefill = batch(device, dtype, PREFILL, dense=False, block_m=16)
+    return worst([swiglu_error(b) for b in (decode, prefill)])
+
+
+def swiglu_error(b: Batch) -> float:
+    """Of expand_swiglu's output; the rest of the buffer must stay as it is."""
+    device, dtype = b.device, b.dtype
     y, weights = b.draw(b.routing.num_pairs, 2 * WIDTH), b.weights((2 * WIDTH, RANK))[0]
     got = torch.full((b.routing.num_pairs, WIDTH), float("nan"), dtype=dtype, device=device)
     want, h = got.double(), b.hidden(1)

@@ -15,6 +15,7 @@ import vllm.model_executor.layers.fused_moe.oracle.mxfp4 as mxfp4
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 
+from lorahost_kernels import configs
 from lorahost_kernels.configs import next_pow2
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common.routing import Routing
@@ -135,7 +136,8 @@ def add_gate_up(
 ) -> None:
     """out (pairs, width) = the activation of y (pairs, columns) + the adapters' gate_up of x (tokens, hidden)."""
     a, b = context.w13_lora_a_stacked, context.w13_lora_b_stacked
-    if lora is not None and lora.work is None and len(a) == 1 and activation == MoEActivation.SWIGLUOAI:
+    fused = lora is not None and (lora.work is None or configs.FUSED_LIST)
+    if lora is not None and fused and len(a) == 1 and activation == MoEActivation.SWIGLUOAI:
         limits = swiglu_limits(experts.quant_config)
         layer.gate_up_swiglu(out, y, x, a[0], b[0], lora, limits["swiglu_alpha"], limits["swiglu_limit"])
         return

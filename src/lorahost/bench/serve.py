@@ -67,6 +67,20 @@ async def prompts_for(http: aiohttp.ClientSession, target: Target, plan: Plan) -
     raise ServerError(f"no length of text has {plan.input} tokens at this server; {count} words have {found}")
 
 
+async def send_round(
+    http: aiohttp.ClientSession, target: Target, plan: Plan, prompt_of: Prompts, load: Load, requests: int, number: int
+) -> list[Record]:
+    """Requests of one round; its number decides on their prompts, which are made before the first is sent."""
+    ready = [prompt_of(number, n) for n in range(requests)]
+
+    async def send(n: int, adapter: str) -> Record:
+        return await http_client.send(http, target, ready[n], adapter)
+
+    rng = random.Random(f"{plan.seed} {number}")
+    names = loads.choose(plan.adapters, plan.choice, rng, plan.zipf)
+    return await loads.run(load, requests, names, send, rng)
+
+
 async def run(target: Target, plan: Plan, report: Callable[[str], None] = print) -> list[dict[str, object]]:
     """Warm-up, then the repeats; one dictionary of figures each, with `repeat`, `run` and `error_kinds`.
 
@@ -76,24 +90,14 @@ async def run(target: Target, plan: Plan, report: Callable[[str], None] = print)
     found: list[dict[str, object]] = []
     async with http_client.session() as http:
         prompt_of = await prompts_for(http, target, plan)
-
-        async def once(load: Load, requests: int, repeat: int) -> list[Record]:
-            ready = [prompt_of(repeat, n) for n in range(requests)]
-
-            async def send(n: int, adapter: str) -> Record:
-                return await http_client.send(http, target, ready[n], adapter)
-
-            rng = random.Random(f"{plan.seed} {repeat}")
-            names = loads.choose(plan.adapters, plan.choice, rng, plan.zipf)
-            return await loads.run(load, requests, names, send, rng)
-
         width = plan.load.concurrency or 4
         for warm in range(plan.warmup):
             # every adapter is asked at least once, so that its load is not in the figures
-            await once(Load(concurrency=width), max(width, len(plan.adapters)), -1 - warm)
+            many = max(width, len(plan.adapters))
+            await send_round(http, target, plan, prompt_of, Load(concurrency=width), many, -1 - warm)
         start = uuid.uuid4().hex[:8]
         for repeat in range(1, plan.repeats + 1):
-            records = await once(plan.load, plan.requests, repeat)
+            records = await send_round(http, target, plan, prompt_of, plan.load, plan.requests, repeat)
             for error in sorted({r.error for r in records if r.error}):
                 report(f"error: {error}")
             figures = summary(records, loads.seconds(records))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from lorahost.bench.files import write_whole
+from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 
 POLL_SECONDS = 0.05
@@ -49,6 +50,14 @@ def row_point(point: Point, base: bool, alternation: int) -> Point:
         return replace(point, alternation=alternation)
     kernels: Literal["", "off"] = "" if point.uses_kernels else "off"
     return replace(point, path="lora-base", kernels=kernels, alternation=alternation)
+
+
+def requests_of(point: Point, load: Load) -> int:
+    """Requests of a repeat: those that were asked for are the widest closed loop's, narrower ones get their share."""
+    if not point.requests or not load.concurrency:
+        return point.requests_of(load)
+    widest = max(one.concurrency for one in point.loads)
+    return max(2, point.requests * load.concurrency // widest)
 
 
 async def serve(folder: Path, ready: Json, act: Callable[[Ask], Awaitable[Json]]) -> None:

@@ -1,9 +1,10 @@
-"""Triton kernel of expand_swiglu: gate_up_expand and the activation behind it in one launch, for few pairs."""
+"""Triton kernels of expand_swiglu: gate_up_expand and the activation behind it in one launch, by pairs or by tiles."""
 
 import triton
 import triton.language as tl
 
 from lorahost_kernels.ops.common.device import LISTS, pair_key, pdl_wait
+from lorahost_kernels.ops.expand_swiglu.tiles import base_rows, swiglu, work_tile
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=LISTS)
@@ -43,8 +44,34 @@ def expand_swiglu_kernel(
     else:
         pdl_wait(PDL)
     gate, up = tl.split(tl.reshape(acc, [BLOCK_N, 2]))
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    value = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    value = swiglu(gate, up, alpha, limit)
     outs = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + row * stride_om + outs, value.to(out.dtype.element_ty), mask=(outs < N) & (row >= 0))
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles", "base_blocks"], do_not_specialize_on_alignment=LISTS)
+def expand_swiglu_list_kernel(
+    out, y, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows, num_pairs, max_tiles,
+    base_blocks, num_slots, num_experts, R, N, chunk_n, num_chunks, stride_om, stride_ym, stride_bl, stride_be,
+    stride_bn, alpha, limit,
+    TOPK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_R: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The same for the tiles of a work list and, in the grid's first programs, for the pairs that are in none.
+
+    y is read as one integer for each (gate, up): N, stride_ym and the columns of a chunk count those.
+    """
+    if y.dtype.element_ty.primitive_bitwidth == 16:
+        packed = y.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        packed = y.to(tl.pointer_type(tl.int64), bitcast=True)
+    pid = tl.program_id(0)
+    if pid < base_blocks:
+        base_rows(out, packed, y.dtype.element_ty, topk_ids, token_slots, adapter_enabled, pair_rows, pid, num_pairs,
+                  num_slots, num_experts, N, stride_om, stride_ym, alpha, limit, TOPK, BLOCK_P, PDL)  # fmt: skip
+    else:
+        work_tile(out, packed, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows,
+                  pid - base_blocks, num_pairs, max_tiles, num_slots, num_experts, R, N, chunk_n, num_chunks,
+                  stride_om, stride_ym, stride_bl, stride_be, stride_bn, alpha, limit, TOPK, SPLITS, BLOCK_M, BLOCK_R,
+                  BLOCK_N, STEPS, STAGES, GROUP, EVEN_N, EVEN_R, PREFETCH, PDL)  # fmt: skip

@@ -1,4 +1,4 @@
-"""An engine that is measured in turn with others on its GPU."""
+"""An engine in this process's children that is measured in turn with others on its GPU."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lorahost.bench import turns
+from lorahost.bench import turn_side
 from lorahost.bench.answers import LENGTHS, TOKENS, TOP, Token
-from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.prompts import random_ids
-from lorahost.bench.vllm_026.engine import Engine, Known, WrongEngineError, checked, to_row
+from lorahost.bench.vllm_026.engine import checked
 
-# others warm up at the same time; kernels and graphs don't depend on how long an answer is
-WARM_TOKENS = 64
 MIXED = 4  # adapters in the mixed batch of a probe
 
 
@@ -32,39 +29,7 @@ async def take_turns(point: Point, work: Path, folder: Path, where: Mapping[str,
         WrongEngineError: as in `checked`, or all requests of a repeat failed.
     """
     async with checked(point, work) as (engine, known):
-        for load in point.loads:
-            many = load.concurrency or 4
-            for warm in range(point.warmup):
-                for names in [None, [""]] if point.lora else [None]:
-                    output = min(point.output, WARM_TOKENS)
-                    await engine.round(Load(many), many, -1 - warm, names=names, output=output)
-
-        async def act(ask: turns.Ask) -> turns.Json:
-            if ask["what"] == "probe":
-                return {"answers": await probe(point, engine)}
-            return {"row": {**await _repeat(point, engine, known, ask), **where}}
-
-        await turns.serve(folder, {"gpu": known["gpu"], "start_s": known["start_s"]}, act)
-
-
-def requests_of(point: Point, load: Load) -> int:
-    """Requests of a repeat: those that were asked for are the widest closed loop's, narrower ones get their share."""
-    if not point.requests or not load.concurrency:
-        return point.requests_of(load)
-    widest = max(one.concurrency for one in point.loads)
-    return max(2, point.requests * load.concurrency // widest)
-
-
-async def _repeat(point: Point, engine: Engine, known: Known, ask: turns.Ask) -> dict[str, object]:
-    load = Load.parse(ask["load"])
-    # every engine gets the same prompts in a round
-    seed = 1000 * ask["alternation"] + ask["repeat"]
-    records = await engine.round(load, requests_of(point, load), seed, names=[""] if ask["base"] else None)
-    mine = turns.row_point(point, ask["base"], ask["alternation"])
-    row = to_row(mine, load, ask["repeat"], known, records)
-    if all(record.error for record in records):
-        raise WrongEngineError(f"all {len(records)} requests failed: {row['error_kinds']}")
-    return row
+        await turn_side.answer(point, engine, known, folder, where, lambda: probe(point, engine))
 
 
 async def probe(point: Point, engine: Any) -> dict[str, list[Token]]:
