@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from lorahost_kernels.tune import compile as compiling
 from lorahost_kernels.tune.compile import Compiler, Pair, Problem
 from lorahost_kernels.tuned.shape import KNOWN
 
+ROOT = Path(__file__).parents[2]
 PROBLEM = Problem(KNOWN["gpt-oss-20b"].moe, "gate_up", None, 8, 32, 64)
 PAIRS: list[Pair] = [(ShrinkConfig(ranks=r), ExpandConfig()) for r in (1, 2, 4)]
 
@@ -36,7 +41,7 @@ def hangs(p: Problem, pair: Pair) -> str:
 
 @pytest.fixture
 def compiler() -> Iterator[Compiler]:
-    made = Compiler(1, False)
+    made = Compiler(1)
     yield made
     made.close()
 
@@ -71,8 +76,35 @@ def test_a_compilation_that_hangs_costs_its_candidate(compiler: Compiler, monkey
     assert multiprocessing.active_children() == []
 
 
+def test_what_takes_longer_than_the_round_has_is_given_up(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "attempt", fine)
+    outcomes(compiler)  # the worker is up
+    monkeypatch.setattr(compiling, "attempt", hangs)
+    found = dict(compiler.each([(PROBLEM, pair) for pair in PAIRS], 0.5))
+    assert (found[0], found[1]) == ("", compiling.TOO_SLOW)
+    # who has seen enough leaves nothing behind in the queue
+    for _ in compiler.each([(PROBLEM, pair) for pair in PAIRS] * 5, 0.5):
+        break
+    assert compiler._pool is not None
+    waiting = [item for item in compiler._pool._pending_work_items.values() if not item.future.cancelled()]
+    assert len(waiting) <= 4
+
+
+def test_what_workers_compile_is_found_by_the_launches(tmp_path: Path) -> None:
+    """Without a GPU: cubins for sm_90 from worker processes; the launches with real tensors then compile nothing."""
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environ |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "kernels")}
+    program = [sys.executable, str(Path(__file__).with_name("compile_ahead.py"))]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300, env=environ)
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert found["ahead"] >= 6
+    assert found["launched"] > found["ahead"]
+    assert found["more"] == 0
+
+
 def test_without_workers_nothing_is_compiled_ahead() -> None:
-    assert outcomes(Compiler(0, False)) == {0: "", 1: "", 2: ""}
+    assert outcomes(Compiler(0)) == {0: "", 1: "", 2: ""}
 
 
 @pytest.mark.parametrize("half", ["gate_up", "down", ""])

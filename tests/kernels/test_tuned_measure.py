@@ -1,16 +1,24 @@
 """The tuner's bench without a GPU: real kernels in the interpreter, real checks, time replaced by a count."""
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops import layer
-from lorahost_kernels.tune import gpu, measure
-from lorahost_kernels.tune.compile import Compiler, Pair
+from lorahost_kernels.tune import gpu, measure, plan
+from lorahost_kernels.tune.compile import TOO_SLOW, Compiler, Pair, Problem
 from lorahost_kernels.tune.measure import Batch, Workbench, WrongResultError
+from lorahost_kernels.tune.plan import Place
+from lorahost_kernels.tune.run import Tuner
+from lorahost_kernels.tune.writer import Result, write
+from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.shape import ModelShape, Module, MoeShape
 
 SHAPE = ModelShape("tiny", MoeShape(4, 2, 32, 16, 2), {"qkv": Module(32, (32, 16, 16)), "o": Module(32, (32,))})
@@ -69,8 +77,8 @@ def test_a_wrong_candidate_is_never_timed(batch: Batch, pair: Pair, monkeypatch:
     with pytest.raises(WrongResultError, match=f"{name}: relative error"):
         batch.time(name, pair, 1.0)
     said: list[str] = []
-    bench = gpu.GpuBench(batch, Compiler(0, False), said.append)
-    assert bench.measure([((name, None), pair)]) == [float("inf")]
+    bench = gpu.GpuBench(batch, Compiler(0), said.append)
+    assert bench.measure([((name, None), pair)], math.inf) == [float("inf")]
     assert not bench.right({name: pair})
     assert "dropped" in said[0]
 
@@ -103,3 +111,91 @@ def test_the_checks_see_rows_without_work(batch: Batch) -> None:
     a = batch.checks.products[next(iter(batch.products))].layer(0, routing)
     want = measure.reference(product, a, torch.float64)
     assert not torch.equal(want, measure.reference(product, replace(a, routing=wrong), torch.float64))
+
+
+class Workers(Compiler):
+    """Says of each candidate what it is told to."""
+
+    def __init__(self, *said: str) -> None:
+        super().__init__(0)
+        self.said = said
+
+    def each(self, work: Iterable[tuple[Problem, Pair]], seconds: float = 0.0) -> Iterable[tuple[int, str]]:
+        for i, problem in enumerate(self.said):
+            self.works = self.works or not problem
+            yield i, problem
+
+
+def test_what_a_worker_can_not_compile_is_not_launched_once_workers_work(batch: Batch) -> None:
+    name = next(iter(batch.products))
+    work = [((name, None), PAIRS[0]), ((name, 16), PAIRS[1])]
+    said: list[str] = []
+    assert gpu.GpuBench(batch, Workers("", "PTXASError: x"), said.append).measure(work, math.inf) == [2, math.inf]
+    assert "PTXASError" in said[0]
+    # no worker has compiled anything, or they are gone: it is compiled where it is launched
+    for problem in ("AttributeError: x", "the workers died: x"):
+        found = gpu.GpuBench(batch, Workers(problem, problem), said.append).measure(work, math.inf)
+        assert found == [2, 2]
+    assert gpu.GpuBench(batch, Workers(TOO_SLOW, ""), said.append).measure(work, math.inf) == [math.inf, 2]
+    assert gpu.GpuBench(batch, Workers("", ""), said.append).measure(work, 0.0) == [math.inf, math.inf]
+
+
+def test_a_candidate_that_breaks_the_gpu_is_named_and_not_run_again(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(iter(batch.products))
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    work = [((name, None), PAIRS[0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "time", broken)
+        with pytest.raises(gpu.DeviceLostError, match="illegal memory access") as caught:
+            gpu.GpuBench(batch, Compiler(0), print).measure(work, math.inf)
+    banned = [caught.value.candidate]
+    assert gpu.GpuBench(batch, Compiler(0), print, banned).measure(work, math.inf) == [math.inf]
+    assert gpu.GpuBench(batch, Compiler(0), print).measure(work, math.inf) == [2]
+
+
+class Graph:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]], warm: int | None = None) -> None:
+        self.calls = calls
+
+    def replay(self) -> None:
+        run_all(self.calls)
+
+    def reset(self) -> None:
+        self.calls = []
+
+
+@pytest.mark.parametrize("family", ["moe", "dense"])
+def test_a_point_is_tuned_from_end_to_end(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Everything but the clock of the GPU is real."""
+    for name, value in {"CHECK_TOKENS": 10, "LEAST_CALLS": 2, "MOST_CALLS": 2, "TURNS": 3}.items():
+        monkeypatch.setattr(measure, name, value)
+    random = Random(0)
+
+    def spent(graph: Graph, replays: int) -> list[float]:
+        graph.replay()
+        return [100.0] * replays
+
+    monkeypatch.setattr(measure, "capture", Graph)
+    monkeypatch.setattr(measure, "replay_us", spent)
+    monkeypatch.setattr(measure, "quick_us", lambda calls, good=0.0: run_all(calls) * random.uniform(0.5, 1.0))
+    place = Place(family, 3, 3, 8)
+    bench = Workbench(SHAPE, family, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
+    ended = time.monotonic() + 6
+    said: list[str] = []
+    tuner = Tuner(lambda p: plan.spaces(SHAPE, p, 227 * 1024, 800), time.monotonic, said.append)
+    results: list[Result] = []
+    left = tuner.tune(
+        [place], lambda p: gpu.GpuBench(bench.batch(p.tokens), Compiler(0), said.append), ended + 3, results.append
+    )
+    assert left == []
+    assert results[0].place == place
+    run = {"driver": "1", "torch": "2", "triton": "3", "git_revision": "a", "date": "2026-11-29", "mix": "m"}
+    write(tmp_path / "x.json", SHAPE, "GPU", run, results)
+    assert [p.tokens for p in getattr(read(tmp_path / "x.json"), family)] == [3]

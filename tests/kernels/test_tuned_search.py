@@ -13,7 +13,7 @@ import pytest
 from lorahost_kernels.configs import PROGRAMS, Config
 from lorahost_kernels.tune import estimate, plan, search, space, writer
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.run import Choice, Key, Tuner, summary
+from lorahost_kernels.tune.run import Choice, Key, Tuner, distance, summary
 from lorahost_kernels.tune.space import Pair, Space
 from lorahost_kernels.tune.state import State, StateError
 from lorahost_kernels.tune.writer import Result
@@ -68,12 +68,17 @@ class Simulated:
         factor = 1 + 0.2 * sum(doublings(a, b) for a, b in zip(pair, target, strict=True))
         return 10 * factor * (1.0 if way == self.best_way else 1.2) * (1 + self.noise * self.random.uniform(-1, 1))
 
-    def measure(self, work: Sequence[tuple[Key, Pair]]) -> list[float]:
-        for (name, _), pair in work:
-            assert self.spaces[name].allowed(pair) or pair == self.spaces[name].default(pair[0].block_m)
-        self.clock.now += 0.1 * len(work)
-        self.measured += [pair for _, pair in work]
-        return [math.inf if pair in self.wrong else self.cost(key[0], pair) for key, pair in work]
+    def measure(self, work: Sequence[tuple[Key, Pair]], until: float) -> list[float]:
+        times = [math.inf] * len(work)
+        for i, (key, pair) in enumerate(work):
+            space = self.spaces[key[0]]
+            assert space.allowed(pair) or pair == space.default(pair[0].block_m)
+            if self.clock.now > until:
+                break
+            self.clock.now += 0.1
+            self.measured.append(pair)
+            times[i] = math.inf if pair in self.wrong else self.cost(key[0], pair)
+        return times
 
     def list_time(self, block_m: int | None) -> float:
         return 0.0 if block_m is None else 3.0
@@ -94,12 +99,12 @@ class Simulated:
 
 
 def spaces_of(place: Place) -> dict[str, Space]:
-    return plan.spaces(SHAPE, place.family, 8, 32, place.tokens, SHARED, PROGRAMS)
+    return plan.spaces(SHAPE, place, SHARED, PROGRAMS)
 
 
 def tuner(clock: Clock) -> tuple[Tuner, list[str]]:
     said: list[str] = []
-    return Tuner(8, 32, spaces_of, clock, said.append), said
+    return Tuner(spaces_of, clock, said.append), said
 
 
 @pytest.mark.parametrize("family", ["moe", "dense"])
@@ -109,7 +114,7 @@ def test_the_optimum_is_found(family: str, tokens: int) -> None:
     bench = Simulated(place, spaces_of(place), clock)
     first = next(iter(bench.spaces.values()))
     bench.best_way = space.groupings(first.pairs, first.groups, 32)[-1]
-    result = tuner(clock)[0].tune_place(place, bench, 1e9)
+    result, _ = tuner(clock)[0].tune_place(place, bench, 1e9)
     assert result is not None
     assert result.block_m == bench.best_way
     # the floor is 10 us a product; a hundredth is the step that the search takes for noise
@@ -126,7 +131,7 @@ def test_noise_alone_changes_nothing() -> None:
             return 10 * (1 + 0.03 * self.random.uniform(-1, 1))
 
     bench = Flat(place, spaces_of(place), clock)
-    result = tuner(clock)[0].tune_place(place, bench, 1e9)
+    result, _ = tuner(clock)[0].tune_place(place, bench, 1e9)
     assert result is not None
     assert result.after_us == result.before_us
     assert {op: row.config for (_, op), row in result.rows.items()} == {
@@ -145,7 +150,7 @@ def test_a_choice_that_is_wrong_at_the_full_batch_is_not_taken() -> None:
             return False
 
     tuned, said = tuner(clock)
-    result = tuned.tune_place(place, Wrong(place, spaces_of(place), clock), 1e9)
+    result, _ = tuned.tune_place(place, Wrong(place, spaces_of(place), clock), 1e9)
     assert result is not None
     assert result.after_us == result.before_us
     assert any("wrong at the full batch size" in line for line in said)
@@ -155,12 +160,12 @@ def test_candidates_that_do_not_run_are_passed_over() -> None:
     place, clock = Place("moe", 16), Clock()
     bench = Simulated(place, spaces_of(place), clock)
     bench.wrong = {bench.target("down", None)}
-    result = tuner(clock)[0].tune_place(place, bench, 1e9)
+    result, _ = tuner(clock)[0].tune_place(place, bench, 1e9)
     assert result is not None
     assert result.after_us < result.before_us
     bench.wrong = {s.default(None) for s in bench.spaces.values()}
     tuned, said = tuner(clock)
-    assert tuned.tune_place(place, bench, 1e9) is None
+    assert tuned.tune_place(place, bench, 1e9) == (None, 0)
     assert "the defaults don't run here" in said[-1]
 
 
@@ -170,12 +175,46 @@ def test_the_budget_is_kept_and_every_begun_point_has_a_result() -> None:
     done: list[Result] = []
     tuned, said = tuner(clock)
     left = tuned.tune(todo, lambda p: Simulated(p, spaces_of(p), clock), 100.0, done.append)
-    # one round of a point may run over: at most all first steps of the largest point
-    assert 60 < clock.now < 115
+    assert 60 < clock.now < 100
     assert len(done) + len(left) == len(todo)
     assert done[0].tokens == 16
     assert left == todo[len(done) :]
+    assert len(said) == len(done)
     assert "s left" in said[0]
+    assert max(map(len, said)) < 120
+
+
+def test_without_time_for_the_defaults_a_point_has_no_row() -> None:
+    clock = Clock()
+    place = Place("moe", 16)
+    tuned, said = tuner(clock)
+    clock.now = 10.0
+    assert tuned.tune_place(place, Simulated(place, spaces_of(place), clock), 5.0, 9.0) == (None, 0)
+    assert said == ["moe 8x32 M=16: no time for the defaults, no row"]
+
+
+def test_a_round_that_is_cut_gives_a_row_of_what_was_measured() -> None:
+    clock = Clock()
+    place = Place("moe", 2048)
+    bench = Simulated(place, spaces_of(place), clock)
+    result, count = tuner(clock)[0].tune_place(place, bench, 1.2)
+    assert result is not None
+    assert count == len(bench.measured) < 15
+    chosen = [tuple(result.rows["", f"{n}_{half}"].config for half in ("shrink", "expand")) for n in bench.spaces]
+    assert set(chosen) <= set(bench.measured)
+
+
+def test_a_point_begins_from_the_best_of_the_nearest_one() -> None:
+    clock = Clock()
+    tuned = tuner(clock)[0]
+    here = Place("moe", 16, 8, 32)
+    far, near = Place("moe", 64, 8, 32), Place("moe", 16, 4, 32)
+    assert distance(near, here) < distance(Place("moe", 16, 8, 16), here) < distance(far, here)
+    done: dict[Place, Result] = {}
+    benches = {p: Simulated(p, spaces_of(p), clock) for p in (far, near, here)}
+    assert tuned.tune([*benches], benches.__getitem__, 1e9, lambda r: done.update({r.place: r})) == []
+    rows = done[near].rows
+    assert benches[here].measured[1] == (rows["", "gate_up_shrink"].config, rows["", "gate_up_expand"].config)
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
@@ -193,7 +232,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
         tuner(clock)[0].tune(todo, lambda p: Simulated(p, spaces_of(p), clock), 1e9, stopping)
     again = State(tmp_path / "x.state", key)
     assert again.results == state.results
-    missing = [p for p in todo if not again.has(p.family, p.tokens)]
+    missing = [p for p in todo if not again.has(p)]
     assert missing == [Place("moe", 32)]
     # what was found before is where the neighbour begins
     tuned = tuner(clock)[0]
@@ -211,7 +250,7 @@ def test_another_runs_state_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.state"
     clock = Clock()
     place = Place("moe", 16)
-    result = tuner(clock)[0].tune_place(place, Simulated(place, spaces_of(place), clock), 1e9)
+    result, _ = tuner(clock)[0].tune_place(place, Simulated(place, spaces_of(place), clock), 1e9)
     assert result is not None
     State(path, {"gpu": "a", "rank": 32}).add(result)
     with pytest.raises(StateError, match=r"x\.state is of a run with rank=32, not 16; remove .* to begin anew"):
@@ -226,7 +265,7 @@ def results() -> list[Result]:
     clock = Clock()
     out = []
     for place in (Place("moe", 16), Place("moe", 1024), Place("dense", 16), Place("dense", 1024)):
-        result = tuner(clock)[0].tune_place(place, Simulated(place, spaces_of(place), clock), 1e9)
+        result, _ = tuner(clock)[0].tune_place(place, Simulated(place, spaces_of(place), clock), 1e9)
         assert result is not None
         out.append(result)
     return out
@@ -276,7 +315,7 @@ def test_estimate_and_summary_say_before_and_after() -> None:
 @pytest.mark.parametrize("rank", [8, 32, 64, 256])
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
 def test_candidates_are_legal_and_steps_change_one_field(rank: int, tokens: int) -> None:
-    for s in plan.spaces(SHAPE, "moe", 8, rank, tokens, SHARED, PROGRAMS).values():
+    for s in plan.spaces(SHAPE, Place("moe", tokens, 8, rank), SHARED, PROGRAMS).values():
         for way in space.groupings(s.pairs, s.groups, rank):
             base = s.default(way)
             for name, moved in s.neighbours(base):
@@ -310,6 +349,10 @@ def test_every_descent_ends() -> None:
 
 def test_plan_begins_with_what_is_worth_most() -> None:
     order = plan.places(SHAPE, (1, 2, 16, 3, 8192), ("moe", "dense"))
-    assert [p.tokens for p in order] == [16, 16, 1, 1, 2, 2, 8192, 8192, 3, 3]
+    assert [p.tokens for p in order] == [16, 16, 1, 1, 8192, 8192, 2, 2, 3, 3]
+    both = plan.places(SHAPE, (16, 1), ("moe", "dense"), (8, 1), (32, 16))
+    assert [str(p) for p in both[:5]] == ["moe 8x32 M=16", "moe 8x16 M=16", "moe 1x32 M=16", "moe 1x16 M=16",
+                                          "dense 8x32 M=16"]  # fmt: skip
+    assert len(set(both)) == 16
     assert plan.places(KNOWN["qwen3-32b"], (1,), ("moe",)) == []
     assert sum(plan.allowance(100, n) for n in (1, 2)) == 150

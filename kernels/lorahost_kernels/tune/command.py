@@ -13,7 +13,6 @@ from typing import Any
 
 from lorahost_kernels.tuned.lines import ConfigError
 from lorahost_kernels.tuned.load import gpu_key
-from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.shape import KNOWN, ModelShape, ShapeError, from_config, sharded
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -53,6 +52,16 @@ def count(low: int, high: int) -> Any:
     return parse
 
 
+def counts(low: int, high: int) -> Any:
+    """A type of whole numbers from low to high with commas between them, each once, in the order given."""
+    one = count(low, high)
+
+    def parse(text: str) -> list[int]:
+        return list(dict.fromkeys(one(part.strip()) for part in text.split(",")))
+
+    return parse
+
+
 def model_shape(model: str) -> ModelShape:
     """The shape of a known name, or of a model's directory or config.json.
 
@@ -83,8 +92,8 @@ def parser(program: str) -> argparse.ArgumentParser:
         prog=program, description="Tune the LoRA kernels for this GPU and a model's shape; the result is a file."
     )
     p.add_argument("--model", required=True, help=f"a model's directory or config.json, or {', '.join(KNOWN)}")
-    p.add_argument("--adapters", type=count(1, 1024), default=8, help="adapter slots of the engine (8)")
-    p.add_argument("--rank", type=count(1, 512), default=32, help="rank of the adapters' slots (32)")
+    p.add_argument("--adapters", type=counts(1, 1024), default=[8], metavar="N,N", help="adapter slots of engines (8)")
+    p.add_argument("--rank", type=counts(1, 512), default=[32], metavar="N,N", help="ranks of the adapters' slots (32)")
     p.add_argument("--budget", type=seconds, default=480.0, metavar="TIME", help="90s, 8m, 1h (8m)")
     p.add_argument("--sizes", type=batch_sizes, default=batch_sizes("1..8192"), help="tokens, 1,2,4..8192 (1..8192)")
     p.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="moe, dense (both)")
@@ -118,73 +127,79 @@ def dry_run(args: argparse.Namespace, shape: ModelShape) -> int:
     from lorahost_kernels.configs import PROGRAMS
     from lorahost_kernels.tune import plan
 
-    todo = plan.places(shape, args.sizes, args.families)
-    if not todo:
-        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
-    print(plan.describe(shape, todo, args.adapters, args.rank, args.budget, 227 * 1024, PROGRAMS))
+    print(plan.describe(shape, points(args, shape), args.budget, 227 * 1024, PROGRAMS))
     return 0
 
 
+def points(args: argparse.Namespace, shape: ModelShape) -> list[Any]:
+    """The points in the order of their value. Raises RefusedError where the model has none."""
+    from lorahost_kernels.tune import plan
+
+    todo = plan.places(shape, args.sizes, args.families, args.adapters, args.rank)
+    if not todo:
+        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
+    return todo
+
+
 def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
-    """Runs the plan; the file is rewritten after each point."""
+    """Runs the plan; 3 where a candidate broke the CUDA context, so that the same command goes on without it."""
     try:
         from lorahost_kernels.tune import compile as compiling
         from lorahost_kernels.tune import gpu
     except ImportError as error:
         raise RefusedError(f"tuning needs torch and Triton: {error}") from None
-    from lorahost_kernels.tune import estimate, plan, writer
+    from lorahost_kernels.tune import estimate, plan
     from lorahost_kernels.tune.run import Tuner
-    from lorahost_kernels.tune.state import State, StateError
+
+    device, output = prepare(args, shape)
+    state = output.state
+    todo = points(args, shape)
+    compiler = compiling.Compiler(compiling.default_jobs() if args.jobs is None else args.jobs, device.capability)
+    lab = gpu.Lab(shape, device, compiler, say, state.banned)
+    tuner = Tuner(lambda place: plan.spaces(shape, place, device.shared, device.programs), time.monotonic, say)
+    for result in [*output.known, *state.results]:
+        tuner.learn(result)
+    say(f"{device.name}, {', '.join(f'{k} {v}' for k, v in output.run.items() if k not in ('date', 'mix'))}")
+    say(f"{shape.name}: {len(todo)} points into {output.path}")
+    if state.results:
+        say(f"{len(state.results)} points are done by an earlier run ({state.path})")
+    try:
+        left = tuner.tune([p for p in todo if not state.has(p)], lab.open, started + args.budget, output.add)
+    except gpu.DeviceLostError as error:
+        state.ban(error.candidate)
+        print(f"error: {error}; the same command goes on without this candidate", file=sys.stderr)
+        return 3
+    finally:
+        compiler.close()
+        output.write()
+    report(state.results, len(left))
+    for adapters, rank in dict.fromkeys((r.adapters, r.rank) for r in state.results):
+        say(f"{adapters} adapters, rank {rank}:")
+        own = [r for r in state.results if (r.adapters, r.rank) == (adapters, rank)]
+        say(estimate.table(shape, own, device.rate))
+    if left:
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        say(f"no time for {', '.join(map(str, left[:8]))}{more}: the same command goes on from there")
+    else:
+        state.finish()
+    say(f"{output.path}: {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def prepare(args: argparse.Namespace, shape: ModelShape) -> tuple[Any, Any]:
+    """(the GPU, the output). Raises RefusedError or ConfigError before any work."""
+    from lorahost_kernels.tune import gpu
+    from lorahost_kernels.tune.output import Output
+    from lorahost_kernels.tune.state import StateError
 
     try:
         device = gpu.this_gpu()
-        run = gpu.provenance(args.rev)
-        out = args.out or Path("tuned_configs") / gpu_key(device.name) / f"{shape.name}.json"
-        versions = {k: v for k, v in run.items() if k not in ("date", "mix")}
-        key = {"gpu": device.name, "model": shape.name, "adapters": args.adapters, "rank": args.rank, **versions}
-        state = State(args.state or out.with_name(f"{out.name}.{args.adapters}x{args.rank}.state"), key)
+        path = args.out or Path("tuned_configs") / gpu_key(device.name) / f"{shape.name}.json"
+        sizes = "x".join("-".join(map(str, numbers)) for numbers in (args.adapters, args.rank))
+        state = args.state or path.with_name(f"{path.name}.{sizes}.state")
+        return device, Output(path, state, shape, device.name, gpu.provenance(args.rev))
     except (gpu.NoGpuError, StateError) as error:
         raise RefusedError(str(error)) from None
-    known: list[writer.Result] = []
-    if out.exists():
-        writer.write(out, shape, device.name, run, [])  # refuses another GPU's or shape's file before any work
-        # the current best of the same adapters and rank counts most, so it is learnt last
-        known = sorted(writer.results_of(read(out)), key=lambda r: (r.rank == args.rank, r.adapters == args.adapters))
-    todo = plan.places(shape, args.sizes, args.families)
-    if not todo:
-        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
-    say(f"{device.name}, torch {run['torch']}, triton {run['triton']}, revision {run['git_revision']}")
-    say(f"{shape.name}, {args.adapters} adapters, rank {args.rank}: {len(todo)} points into {out}")
-    if state.results:
-        say(f"{len(state.results)} points are done by an earlier run ({state.path})")
-    jobs = compiling.default_jobs() if args.jobs is None else args.jobs
-    compiler = compiling.Compiler(jobs, device.pdl)
-    sizes = (args.adapters, args.rank)
-
-    def spaces(place: plan.Place) -> Any:
-        return plan.spaces(shape, place.family, *sizes, place.tokens, device.shared, device.programs)
-
-    def done(result: writer.Result) -> None:
-        state.add(result)
-        writer.write(out, shape, device.name, run, state.results)
-
-    tuner = Tuner(*sizes, spaces, time.monotonic, say)
-    for result in [*known, *state.results]:
-        tuner.learn(result)
-    lab = gpu.Lab(shape, *sizes, device, compiler, say)
-    missing = [p for p in todo if not state.has(p.family, p.tokens)]
-    try:
-        left = tuner.tune(missing, lab.open, started + args.budget, done)
-    finally:
-        compiler.close()
-    report(state.results, len(left))
-    say(estimate.table(shape, state.results, device.rate))
-    if left:
-        say(f"no time for {', '.join(f'{p.family} M={p.tokens}' for p in left)}: the same command goes on from there")
-    else:
-        state.finish()
-    say(f"{out}: {time.monotonic() - started:.0f} s")
-    return 0
 
 
 def say(line: str) -> None:

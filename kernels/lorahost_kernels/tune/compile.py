@@ -4,6 +4,7 @@ import concurrent.futures
 import importlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -11,15 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver
 
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig, max_tiles
 from lorahost_kernels.ops.common import launch, replay
 from lorahost_kernels.ops.common.routing import Routing, WorkList, slice_columns, unweighted
-from lorahost_kernels.tuned.shape import Module, MoeShape
+from lorahost_kernels.tune.plan import Place
+from lorahost_kernels.tuned.shape import ModelShape, Module, MoeShape
 
 Pair = tuple[ShrinkConfig, ExpandConfig]
 ROUND_SECONDS = 60.0  # for all candidates of a round; what is not ready by then isn't worth more
 TOO_SLOW = "not compiled in time"
+BROKEN = "the workers died"
+MOST_JOBS = 28
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,14 @@ class Problem:
         if self.half == "gate_up":
             return self.moe.hidden, (self.moe.gate_up_width,) * self.moe.slices
         return self.moe.intermediate, (self.moe.hidden,)
+
+
+def problems(shape: ModelShape, place: Place, dtype: torch.dtype = torch.bfloat16) -> dict[str, Problem]:
+    """The products of a point's family."""
+    common = (place.adapters, place.rank, place.tokens, dtype)
+    if place.family == "moe":
+        return {half: Problem(shape.moe, half, None, *common) for half in ("gate_up", "down")}
+    return {name: Problem(None, "", m, *common) for name, m in shape.modules.items()}
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -112,11 +127,52 @@ def kernel_of(operation: str) -> Any:
     return getattr(importlib.import_module(f"lorahost_kernels.ops.{operation}.kernel"), f"{operation}_kernel")
 
 
-def start_worker(pdl: bool) -> None:
-    """Makes this process one that compiles; tensors without memory have no device to ask about PDL."""
+class CompileOnly(DriverBase):  # type: ignore[misc]
+    """Triton's view of a GPU of a given compute capability (90: sm_90) that this process never touches."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """See DriverBase."""
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        """See DriverBase."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """Key of Triton's caches in this process."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Nothing is launched."""
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Needed by launches only."""
+        raise NotImplementedError
+
+    def get_active_torch_device(self) -> torch.device:
+        """Needed by launches only."""
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:
+        """Needed by launches only."""
+        raise NotImplementedError
+
+
+def start_worker(capability: int) -> None:
+    """Makes this process one that compiles, without a CUDA context; tensors without memory have no device to ask."""
     torch.set_num_threads(1)
-    launch.has_pdl = lambda device: pdl  # type: ignore[assignment]
+    driver.set_active(CompileOnly(capability))
+    launch.has_pdl = lambda device: capability >= 90  # type: ignore[assignment]
     replay.launch = warm_up
+
+
+def ready() -> None:
+    """Work that only starts a worker."""
 
 
 def attempt(p: Problem, pair: Pair) -> str:
@@ -133,23 +189,27 @@ def outcome(done: concurrent.futures.Future[str]) -> str:
     try:
         return done.result()
     except BrokenProcessPool as failure:
-        return f"a worker died: {failure}"
+        return f"{BROKEN}: {failure}"
 
 
 class Compiler:
-    """Worker processes; without any (jobs=0) everything is compiled where it is launched."""
+    """Worker processes that compile for a compute capability; without any (jobs=0) a launch compiles for itself."""
 
-    def __init__(self, jobs: int, pdl: bool) -> None:
+    def __init__(self, jobs: int, capability: int = 90) -> None:
+        self.works = False  # whether a worker has compiled anything
         self._pool = None
         if jobs > 0:
             # spawn: a CUDA context does not survive a fork
             context = multiprocessing.get_context("spawn")
             self._pool = concurrent.futures.ProcessPoolExecutor(
-                jobs, mp_context=context, initializer=start_worker, initargs=(pdl,)
+                jobs, mp_context=context, initializer=start_worker, initargs=(capability,)
             )
+            # they import torch while the caller makes its inputs
+            for _ in range(jobs):
+                self._pool.submit(ready)
 
-    def each(self, work: Iterable[tuple[Problem, Pair]]) -> Iterable[tuple[int, str]]:
-        """(index, problem or nothing) of all candidates, as they get ready."""
+    def each(self, work: Iterable[tuple[Problem, Pair]], seconds: float = ROUND_SECONDS) -> Iterable[tuple[int, str]]:
+        """(index, problem or nothing) of all candidates, as they get ready; TOO_SLOW for those left after `seconds`."""
         work = list(work)
         if self._pool is None:
             yield from ((i, "") for i in range(len(work)))
@@ -158,15 +218,26 @@ class Compiler:
             futures = {self._pool.submit(attempt, p, pair): i for i, (p, pair) in enumerate(work)}
         except BrokenProcessPool as failure:
             self._pool = None
-            yield from ((i, f"the workers died: {failure}") for i in range(len(work)))
+            yield from ((i, f"{BROKEN}: {failure}") for i in range(len(work)))
             return
         try:
-            for done in concurrent.futures.as_completed(futures, timeout=ROUND_SECONDS):
-                yield futures.pop(done), outcome(done)
+            for done in concurrent.futures.as_completed(futures, timeout=max(0.0, min(seconds, ROUND_SECONDS))):
+                index, problem = futures.pop(done), outcome(done)
+                self.works = self.works or not problem
+                yield index, problem
         except TimeoutError:
             for late, i in futures.items():
                 yield i, outcome(late) if late.done() else TOO_SLOW
+        finally:
+            # also where the caller has seen enough
+            for late in futures:
                 late.cancel()
+
+    def compile(self, work: Iterable[tuple[Problem, Pair]]) -> tuple[int, float]:
+        """Compiles all of it; (how many, seconds). What can't be compiled shows where it is launched."""
+        started = time.monotonic()
+        count = len(list(self.each(dict.fromkeys(work))))
+        return count, time.monotonic() - started
 
     def close(self) -> None:
         """Stops the workers, whatever they are at."""
@@ -177,5 +248,5 @@ class Compiler:
 
 
 def default_jobs() -> int:
-    """Worker processes for this machine."""
-    return max(1, min(14, len(os.sched_getaffinity(0)) - 2))
+    """Worker processes for this machine; two cores are left to whoever measures."""
+    return max(1, min(MOST_JOBS, len(os.sched_getaffinity(0)) - 2))

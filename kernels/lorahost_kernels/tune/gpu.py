@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,30 +15,39 @@ import torch
 import triton
 
 from lorahost_kernels.ops.common.defaults import programs_of
-from lorahost_kernels.ops.common.launch import has_pdl
-from lorahost_kernels.tune.compile import TOO_SLOW, Compiler, Pair
+from lorahost_kernels.tune.compile import BROKEN, TOO_SLOW, Compiler, Pair
 from lorahost_kernels.tune.measure import Batch, Workbench, WrongResultError, impossible
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.run import Choice, Key
 from lorahost_kernels.tuned.shape import ModelShape
 
 MIX = "half uniform, half Zipf: adapters with exponent 1, experts with 0.5; bfloat16"
-SHARED_H200 = 227 * 1024
+MOST_BYTES = 24 * 2**30  # of weights that are kept for the points to come
+# After these nothing runs in the process any more.
+FATAL = ("illegal memory access", "illegal instruction", "misaligned address", "launch failure", "device-side assert")
 
 
 class NoGpuError(RuntimeError):
     """There is nothing to tune on."""
 
 
+class DeviceLostError(RuntimeError):
+    """A candidate broke the CUDA context; it is `candidate`, and only a new process can go on without it."""
+
+    def __init__(self, candidate: str, failure: Exception) -> None:
+        super().__init__(f"{candidate}: {failure}")
+        self.candidate = candidate
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """What the tuner has to know of a GPU; shared and l2 in bytes, rate in bytes per second."""
+    """What the tuner has to know of a GPU; shared and l2 in bytes, capability 90 for sm_90, rate in bytes a second."""
 
     name: str
     shared: int
     l2: int
     programs: int
-    pdl: bool
+    capability: int
     rate: float
 
 
@@ -52,7 +62,7 @@ def this_gpu() -> Gpu:
         p.shared_memory_per_block_optin,
         p.L2_cache_size,
         programs_of(device),
-        has_pdl(device),
+        10 * p.major + p.minor,
         copy_rate(device),
     )
 
@@ -96,29 +106,45 @@ def command_output(*command: str) -> str:
 class GpuBench:
     """A `run.Bench` on a batch; says what is wrong with a candidate and goes on without it."""
 
-    def __init__(self, batch: Batch, compiler: Compiler, say: Callable[[str], None]) -> None:
-        self.batch, self.compiler, self.say = batch, compiler, say
+    def __init__(
+        self, batch: Batch, compiler: Compiler, say: Callable[[str], None], banned: Sequence[str] = ()
+    ) -> None:
+        self.batch, self.compiler, self.say, self.banned = batch, compiler, say, banned
         self._good: dict[Key, float] = {}
         self._complained = False
 
-    def measure(self, work: Sequence[tuple[Key, Pair]]) -> list[float]:
-        """See run.Bench."""
+    def measure(self, work: Sequence[tuple[Key, Pair]], until: float) -> list[float]:
+        """See run.Bench. Raises DeviceLostError."""
         times = [float("inf")] * len(work)
         jobs = [(self.batch.products[name].problem, pair) for (name, _), pair in work]
-        for i, problem in self.compiler.each(jobs):
-            if problem and not self._complained:
-                # compiled again where it is launched: the tiles may be at fault, or the workers
-                self.say(f"a worker could not compile {work[i][1]}: {problem}")
+        for i, problem in self.compiler.each(jobs, until - time.monotonic()):
+            if time.monotonic() > until:
+                break
+            (key, pair), works = work[i], self.compiler.works
+            if problem and problem != TOO_SLOW and not self._complained:
+                self.say(f"a worker could not compile {key[0]} {pair}: {problem}")
                 self._complained = True
-            if problem == TOO_SLOW:
+            # where no worker has compiled anything it is them who are at fault, and the launch compiles
+            if problem and (problem == TOO_SLOW or (works and not problem.startswith(BROKEN))):
                 continue
-            key, pair = work[i]
-            try:
-                times[i] = self.batch.time(key[0], pair, self._good.get(key, float("inf")))
-            except WrongResultError as failure:
-                self.say(f"dropped: {failure}")
+            times[i] = self._time(key, pair)
             self._good[key] = min(self._good.get(key, float("inf")), times[i])
         return times
+
+    def _time(self, key: Key, pair: Pair) -> float:
+        """One candidate's time, infinite where its result is wrong."""
+        candidate = f"{key[0]} {pair}"
+        if candidate in self.banned:
+            return float("inf")
+        try:
+            return self.batch.time(key[0], pair, self._good.get(key, float("inf")))
+        except WrongResultError as failure:
+            self.say(f"dropped: {failure}")
+        except RuntimeError as failure:
+            if any(text in str(failure) for text in FATAL):
+                raise DeviceLostError(candidate, failure) from failure
+            raise
+        return float("inf")
 
     def list_time(self, block_m: int | None) -> float:
         """See run.Bench."""
@@ -148,21 +174,25 @@ class GpuBench:
 
 
 class Lab:
-    """Opens benches; holds the weights of one family at a time."""
+    """Opens benches; keeps weights for the points to come.
+
+    banned: candidates that broke an earlier run.
+    """
 
     def __init__(
-        self, shape: ModelShape, slots: int, rank: int, gpu: Gpu, compiler: Compiler, say: Callable[[str], None]
+        self, shape: ModelShape, gpu: Gpu, compiler: Compiler, say: Callable[[str], None], banned: Sequence[str] = ()
     ) -> None:
-        self.shape, self.slots, self.rank, self.gpu = shape, slots, rank, gpu
-        self.compiler, self.say = compiler, say
-        self._benches: dict[str, Workbench] = {}
+        self.shape, self.gpu, self.compiler, self.say, self.banned = shape, gpu, compiler, say, banned
+        self._benches: dict[tuple[str, int, int], Workbench] = {}
 
     def open(self, place: Place) -> GpuBench:
         """The bench of a point."""
         gc.collect()
         torch.cuda.empty_cache()
-        if place.family not in self._benches:
+        key = (place.family, place.adapters, place.rank)
+        if key not in self._benches:
+            if torch.cuda.memory_allocated() > MOST_BYTES:
+                self._benches.clear()
             device = torch.device("cuda", torch.cuda.current_device())
-            sizes = (self.slots, self.rank, device)
-            self._benches[place.family] = Workbench(self.shape, place.family, *sizes, l2_bytes=self.gpu.l2)
-        return GpuBench(self._benches[place.family].batch(place.tokens), self.compiler, self.say)
+            self._benches[key] = Workbench(self.shape, *key, device, l2_bytes=self.gpu.l2)
+        return GpuBench(self._benches[key].batch(place.tokens), self.compiler, self.say, self.banned)

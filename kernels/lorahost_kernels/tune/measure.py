@@ -20,13 +20,14 @@ from lorahost_kernels.ops.gate_up_shrink.launch import gate_up_shrink
 from lorahost_kernels.ops.shrink.launch import shrink
 from lorahost_kernels.ops.work_list.launch import build_work_list
 from lorahost_kernels.tune import cases
-from lorahost_kernels.tune.compile import Pair, Problem
+from lorahost_kernels.tune.compile import Pair, Problem, problems
+from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.timing import Call, capture, quick_us, relative_error, replay_us
 from lorahost_kernels.tuned.shape import ModelShape
 
 LIMIT = 5e-3  # relative error that a candidate may have, mostly the rounding of the output
 CHECK_TOKENS = 96
-LEAST_CALLS, MOST_CALLS = 8, 256  # in a graph
+LEAST_CALLS, MOST_CALLS = 8, 512  # in a graph
 MOST_WEIGHTS = 16 * 2**30  # bytes
 TURNS = 7
 PRODUCTS = {
@@ -101,7 +102,7 @@ class Batch:
         _, run_shrink, run_expand = PRODUCTS[product.kind]
         layers = [product.layer(i, r) for i, r in enumerate(self.grouped(rows_of(pair)))]
         h = run_shrink(layers[0].x, layers[0].lora_a, layers[0].routing, pair[0])
-        h.zero_()
+        h.normal_()
         first = [partial(run_shrink, a.x, a.lora_a, a.routing, pair[0]) for a in layers]
         second = [partial(run_expand, a.y, h, a.lora_b, a.routing, config=pair[1]) for a in layers]
         return quick_us(first), quick_us(second)
@@ -180,8 +181,10 @@ def rows_of(pair: Pair) -> int | None:
 
 def impossible(failure: Exception) -> bool:
     """Whether the tiles don't fit this GPU or its compiler, which is no error of ours."""
-    known = type(failure).__name__ in ("OutOfResources", "CompilationError", "PTXASError", "OutOfMemoryError")
-    return known or (isinstance(failure, RuntimeError) and "PassManager::run failed" in str(failure))
+    names = {kind.__name__ for kind in type(failure).__mro__}
+    known = names & {"OutOfResources", "CompilationError", "PTXASError", "OutOfMemoryError"}
+    texts = ("PassManager::run failed", "Triton Error [CUDA]: invalid argument", "Triton Error [CUDA]: out of memory")
+    return bool(known) or (isinstance(failure, RuntimeError) and any(text in str(failure) for text in texts))
 
 
 def reference(product: Product, a: cases.Layer, compute: torch.dtype) -> Tensor:
@@ -253,10 +256,7 @@ class Workbench:
 
     def problems(self, tokens: int) -> dict[str, Problem]:
         """The products' sizes at a batch size."""
-        common = (self.slots, self.rank, tokens, self.dtype)
-        if self.family == "moe":
-            return {half: Problem(self.shape.moe, half, None, *common) for half in ("gate_up", "down")}
-        return {name: Problem(None, "", m, *common) for name, m in self.shape.modules.items()}
+        return problems(self.shape, Place(self.family, tokens, self.slots, self.rank), self.dtype)
 
     def activations(self, tokens: int) -> dict[str, tuple[Tensor, Tensor]]:
         """One call's (x, y) by product."""

@@ -9,32 +9,42 @@ from lorahost_kernels.tune.space import Space, groupings
 from lorahost_kernels.tuned.shape import ModelShape
 
 SIZES = tuple(2**i for i in range(14))
-# Tokens of a batch by how much an engine gains from them: decode at usual loads, then prefill, then what is rare.
-VALUE = (16, 1, 8, 32, 64, 4, 2, 128, 2048, 8192, 1024, 256, 4096, 512)
+# Tokens of a batch by how much an engine gains from them: usual decode and prefill steps, then what lies between.
+VALUE = (16, 1, 8192, 2048, 8, 32, 64, 4, 2, 128, 1024, 256, 4096, 512)
 STEPS = 40  # candidates of a typical descent: for the plan's size only
 
 
 @dataclass(frozen=True)
 class Place:
-    """A point to tune."""
+    """A point to tune; adapters: slots of the engine."""
 
     family: str
     tokens: int
+    adapters: int = 8
+    rank: int = 32
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.adapters}x{self.rank} M={self.tokens}"
 
 
-def places(shape: ModelShape, sizes: Sequence[int], families: Sequence[str]) -> list[Place]:
-    """All points, the most valuable first."""
+def places(
+    shape: ModelShape,
+    sizes: Sequence[int],
+    families: Sequence[str],
+    adapters: Sequence[int] = (8,),
+    ranks: Sequence[int] = (32,),
+) -> list[Place]:
+    """All points, the most valuable first: by size, the experts before the dense layers."""
     known = [f for f in families if (shape.moe if f == "moe" else shape.modules)]
     order = sorted(set(sizes), key=lambda m: (VALUE.index(m) if m in VALUE else len(VALUE), m))
-    return [Place(f, m) for m in order for f in known]
+    return [Place(f, m, a, r) for m in order for f in known for a in adapters for r in ranks]
 
 
-def spaces(
-    shape: ModelShape, family: str, slots: int, rank: int, tokens: int, shared_limit: int, programs: int
-) -> dict[str, Space]:
-    """The candidates of each product of a family."""
+def spaces(shape: ModelShape, place: Place, shared_limit: int, programs: int) -> dict[str, Space]:
+    """The candidates of each product of a point's family."""
+    slots, rank, tokens = place.adapters, place.rank, place.tokens
     limits = (shared_limit, programs)
-    if family == "moe":
+    if place.family == "moe":
         moe = shape.moe
         assert moe is not None
         sizes = (tokens * moe.topk, slots * moe.experts, rank)
@@ -51,20 +61,22 @@ def allowance(left: float, todo: int) -> float:
     return left / todo * (2.0 if todo > 2 else 1.0)
 
 
-def describe(
-    shape: ModelShape, todo: Sequence[Place], slots: int, rank: int, budget_s: float, shared_limit: int, programs: int
-) -> str:
+def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_limit: int, programs: int) -> str:
     """The plan as text: points, groupings, neighbours of the first step, and about how much there is to measure."""
-    lines = [f"{shape.name}: {len(todo)} points, {slots} adapters, rank {rank}, budget {budget_s:.0f} s"]
+    adapters, ranks = (
+        ", ".join(map(str, dict.fromkeys(numbers))) for numbers in ([p.adapters for p in todo], [p.rank for p in todo])
+    )
+    lines = [f"{shape.name}: {len(todo)} points, {adapters} adapters, rank {ranks}, budget {budget_s:.0f} s"]
     total = 0
     for place in todo:
-        products = spaces(shape, place.family, slots, rank, place.tokens, shared_limit, programs)
+        products = spaces(shape, place, shared_limit, programs)
         first = next(iter(products.values()))
-        ways = groupings(first.pairs, first.groups, rank)
+        ways = groupings(first.pairs, first.groups, place.rank)
         steps = {n: sum(len(list(s.neighbours(s.default(w)))) for w in ways) for n, s in products.items()}
         total += STEPS * len(ways) * len(products)
         tried = ", ".join("no list" if w is None else f"{w} rows" for w in ways)
         neighbours = ", ".join(f"{n} {count}" for n, count in steps.items())
-        lines.append(f"  {place.family:5} M={place.tokens:<5} {tried:32} first steps: {neighbours}")
+        head = f"{place.family:5} {place.adapters}x{place.rank:<3} M={place.tokens:<5}"
+        lines.append(f"  {head} {tried:32} first steps: {neighbours}")
     lines.append(f"about {total} candidates, {budget_s / max(total, 1) * 1e3:.0f} ms each")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from lorahost_kernels.tune.writer import Result, Row
 GAIN = 0.01  # share that a point must gain over the defaults, besides the noise
 WORTH = 1.35  # a grouping whose first candidates take longer than this times the best one's isn't searched
 SECONDS_A_POINT = 6.0  # with less time left no new point is begun
+SECONDS_OF_VERDICT = 3.0  # kept of the budget for the last turns
 Key = tuple[str, int | None]  # product, rows per tile
 Choice = Mapping[str, Pair]
 
@@ -24,8 +25,8 @@ Choice = Mapping[str, Pair]
 class Bench(Protocol):
     """Measures at one point; all times in microseconds."""
 
-    def measure(self, work: Sequence[tuple[Key, Pair]]) -> list[float]:
-        """Time of each product with its candidate; infinite where it doesn't run."""
+    def measure(self, work: Sequence[tuple[Key, Pair]], until: float) -> list[float]:
+        """Time of each product with its candidate; infinite where it doesn't run, or when the clock is past `until`."""
 
     def list_time(self, block_m: int | None) -> float:
         """Time that grouping the rows costs each layer."""
@@ -44,25 +45,16 @@ class Tuner:
     """Finds the tiles of a model's points.
 
     Args:
-        adapters: Adapter slots.
-        rank: Rank of the adapters.
         spaces: The candidates of a point's products.
-        operations: (shrink, expand) and the module's name ("" for experts) of a product.
         clock: Seconds, monotonic.
         say: Takes a line of progress.
     """
 
     def __init__(
-        self,
-        adapters: int,
-        rank: int,
-        spaces: Callable[[Place], dict[str, Space]],
-        clock: Callable[[], float],
-        say: Callable[[str], None],
+        self, spaces: Callable[[Place], dict[str, Space]], clock: Callable[[], float], say: Callable[[str], None]
     ) -> None:
-        self.adapters, self.rank, self.spaces = adapters, rank, spaces
-        self.clock, self.say = clock, say
-        self._bests: dict[tuple[str, str, int | None], dict[int, Pair]] = {}
+        self.spaces, self.clock, self.say = spaces, clock, say
+        self._bests: dict[tuple[str, str, int | None], dict[Place, Pair]] = {}
 
     def learn(self, result: Result) -> None:
         """Takes a result of an earlier run as a start for its neighbours."""
@@ -71,7 +63,7 @@ class Tuner:
         for name in shrinks.keys() & expands.keys():
             shrink, expand = shrinks[name], expands[name]
             if isinstance(shrink, ShrinkConfig) and isinstance(expand, ExpandConfig):
-                self._keep(result.family, name, result.block_m, result.tokens, (shrink, expand))
+                self._keep(result.place, name, result.block_m, (shrink, expand))
 
     def tune(
         self,
@@ -81,58 +73,65 @@ class Tuner:
         done: Callable[[Result], None],
     ) -> list[Place]:
         """Tunes the places in order, each result goes to `done`; returns those that no time was left for."""
+        last = deadline - SECONDS_OF_VERDICT
         for i, place in enumerate(todo):
-            left = deadline - self.clock()
+            began = self.clock()
+            left = deadline - began
             if left < SECONDS_A_POINT:
                 return [*todo[i:]]
-            until = self.clock() + allowance(left, len(todo) - i)
-            head = f"[{i + 1}/{len(todo)}] {place.family} M={place.tokens}"
-            self.say(f"{head}: {left:.0f} s left, up to {until - self.clock():.0f} s for this one")
-            result = self.tune_place(place, open_bench(place), min(until, deadline - 2))
+            until = began + allowance(left, len(todo) - i)
+            result, count = self.tune_place(place, open_bench(place), min(until, last), last)
             if result is not None:
                 done(result)
-                self.say(f"{head}: {summary(result)}")
+                spent = f"{count} candidates, {self.clock() - began:.1f} of {left:.0f} s left"
+                self.say(f"[{i + 1}/{len(todo)}] {place}: {summary(result)}, {spent}")
+            elif self.clock() > last:
+                return [*todo[i:]]
         return []
 
-    def tune_place(self, place: Place, bench: Bench, until: float) -> Result | None:
-        """One point's result; None where not even the defaults ran."""
+    def tune_place(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
+        """(one point's result, candidates timed); no result where the defaults don't run, or not before `last`."""
         spaces = self.spaces(place)
         first = next(iter(spaces.values()))
-        ways = groupings(first.pairs, first.groups, self.rank)
+        ways = groupings(first.pairs, first.groups, place.rank)
         grouping = {way: bench.list_time(way) for way in ways}
         descents = {(n, w): self._descent(place, n, s, w) for n, s in spaces.items() for w in ways}
 
         def total(way: int | None) -> float:
             return grouping[way] + sum(descents[name, way].best_time for name in spaces)
 
-        search.run(descents, bench.measure, lambda: False, rounds=1)
+        # the defaults and the neighbours' best are measured even where that takes more than the point's share
+        search.run(descents, lambda work: bench.measure(work, last), lambda: False, rounds=1)
+        default = {name: space.default(ways[0]) for name, space in spaces.items()}
+        if any(descents[name, ways[0]].times.get(pair, FAILED) == FAILED for name, pair in default.items()):
+            why = "no time for the defaults" if self.clock() > last else "the defaults don't run here"
+            self.say(f"{place}: {why}, no row")
+            return None, 0
         fastest = min(map(total, ways))
         going = [way for way in ways if total(way) <= WORTH * fastest]
-        count = len([d for d in descents.values() for _ in d.times])
-        count += search.run(
-            {key: d for key, d in descents.items() if key[1] in going}, bench.measure, lambda: self.clock() > until
+        search.run(
+            {key: d for key, d in descents.items() if key[1] in going},
+            lambda work: bench.measure(work, until),
+            lambda: self.clock() > until,
         )
         for (name, way), descent in descents.items():
             if descent.best_time < FAILED:
-                self._keep(place.family, name, way, place.tokens, descent.best)
-        default = {name: space.default(ways[0]) for name, space in spaces.items()}
-        if any(descents[name, ways[0]].times.get(pair, FAILED) == FAILED for name, pair in default.items()):
-            self.say(f"{place.family} M={place.tokens}: the defaults don't run here, no row")
-            return None
+                self._keep(place, name, way, descent.best)
         best = min(going, key=total, default=ways[0])
         # without the change of grouping, in case that the whole layer says otherwise than its products
         choices = [self._choice(spaces, descents, way, ways[0]) for way in dict.fromkeys([best, ways[0]])]
-        self.say(f"{place.family} M={place.tokens}: {count} candidates")
-        return self._verdict(place, bench, default, [c for c in choices if c != default])
+        count = sum(time < FAILED for descent in descents.values() for time in descent.times.values())
+        return self._verdict(place, bench, default, [c for c in choices if c != default]), count
 
     def _descent(self, place: Place, name: str, space: Space, way: int | None) -> Descent[Pair]:
         known = self._bests.get((place.family, name, way), {})
-        near = sorted(known, key=lambda m: abs(math.log2(m / place.tokens)))[:2]
-        starts = [space.default(way), *(known[m] for m in near if space.allowed(known[m]))]
-        return Descent(list(dict.fromkeys(starts)), lambda pair: list(space.neighbours(pair)), merged, space.allowed)
+        near = [pair for _, pair in sorted(known.items(), key=lambda item: distance(item[0], place))]
+        allowed = [pair for pair in dict.fromkeys(near) if space.allowed(pair)][:2]
+        starts = dict.fromkeys([space.default(way), *allowed])
+        return Descent(list(starts), lambda pair: list(space.neighbours(pair)), merged, space.allowed)
 
-    def _keep(self, family: str, name: str, way: int | None, tokens: int, pair: Pair) -> None:
-        self._bests.setdefault((family, name, way), {})[tokens] = pair
+    def _keep(self, place: Place, name: str, way: int | None, pair: Pair) -> None:
+        self._bests.setdefault((place.family, name, way), {})[place] = pair
 
     def _choice(
         self, spaces: Mapping[str, Space], descents: Mapping[Key, Descent[Pair]], way: int | None, usual: int | None
@@ -156,7 +155,7 @@ class Tuner:
                 if bench.right(choice):
                     taken, after = choice, median(found)
                     break
-                self.say(f"{place.family} M={place.tokens}: wrong at the full batch size, dropped: {choice}")
+                self.say(f"{place}: wrong at the full batch size, dropped: {choice}")
         rows: dict[tuple[str, str], Row] = {}
         for name, pair in taken.items():
             old = bench.halves(name, default[name])
@@ -164,7 +163,13 @@ class Tuner:
             for (half, config), was, now in zip(halves_of(pair), old, new, strict=True):
                 key = ("", f"{name}_{half}") if place.family == "moe" else (name, half)
                 rows[key] = Row(config, was, now)
-        return Result(place.family, self.adapters, self.rank, place.tokens, before, after, rows)
+        return Result(place.family, place.adapters, place.rank, place.tokens, before, after, rows)
+
+
+def distance(a: Place, b: Place) -> float:
+    """Doublings between two points of a family; the rank shapes the tiles most, the number of adapters least."""
+    tokens, rank, adapters = (abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("tokens", "rank", "adapters"))
+    return tokens + 1.5 * rank + 0.5 * adapters
 
 
 def product_of(key: tuple[str, str]) -> str:
@@ -173,10 +178,7 @@ def product_of(key: tuple[str, str]) -> str:
 
 
 def summary(result: Result) -> str:
-    """Before and after, and what it is made of."""
-    gain = result.before_us / result.after_us
+    """Before and after of the whole family."""
     way = "no list" if result.block_m is None else f"tiles of {result.block_m}"
-    parts = ", ".join(
-        f"{' '.join(filter(None, k))} {r.before_us:.1f} -> {r.after_us:.1f}" for k, r in result.rows.items()
-    )
-    return f"{result.before_us:.1f} -> {result.after_us:.1f} us, {gain:.2f} x, {way} ({parts})"
+    gain = result.before_us / result.after_us
+    return f"{result.before_us:.1f} -> {result.after_us:.1f} us, {gain:.2f} x, {way}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorahost_kernels.configs import Config, ExpandConfig, ShrinkConfig
+from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.writer import Result, Row, replace_text
 
 
@@ -28,28 +29,38 @@ class State:
     def __init__(self, path: Path, key: dict[str, Any]) -> None:
         self.path, self.key = path, key
         self.results: list[Result] = []
+        self.banned: list[str] = []
         if path.exists():
             self._load()
 
     def add(self, result: Result) -> None:
         """Keeps a result, in the file too."""
         self.results.append(result)
-        rows = [result_json(r) for r in self.results]
-        replace_text(self.path, json.dumps({"key": self.key, "results": rows}))
+        self._save()
 
-    def has(self, family: str, tokens: int) -> bool:
+    def ban(self, candidate: str) -> None:
+        """Keeps a candidate that must not run again."""
+        self.banned.append(candidate)
+        self._save()
+
+    def has(self, place: Place) -> bool:
         """Whether the point is done."""
-        return any((r.family, r.tokens) == (family, tokens) for r in self.results)
+        return any(r.place == place for r in self.results)
 
     def finish(self) -> None:
         """Everything is done: the next run begins anew."""
         self.path.unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        rows = [result_json(r) for r in self.results]
+        replace_text(self.path, json.dumps({"key": self.key, "results": rows, "banned": self.banned}))
 
     def _load(self) -> None:
         remedy = f"remove {self.path} to begin anew"
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             self.results = [result_of(r) for r in found["results"]]
+            self.banned = [str(b) for b in found["banned"]]
             key = found["key"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(

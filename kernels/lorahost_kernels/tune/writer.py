@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lorahost_kernels.configs import Config, ShrinkConfig
+from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tuned.lines import ConfigError
 from lorahost_kernels.tuned.schema import FORMAT, TunedFile, read
 from lorahost_kernels.tuned.shape import ModelShape
@@ -46,6 +47,11 @@ class Result:
     before_us: float
     after_us: float
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)
+
+    @property
+    def place(self) -> Place:
+        """The point."""
+        return Place(self.family, self.tokens, self.adapters, self.rank)
 
     @property
     def block_m(self) -> int | None:
