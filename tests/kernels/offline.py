@@ -115,7 +115,7 @@ def work_list_launches(tokens: int) -> list[Call]:
 
 
 def swiglu_launches(tokens: int, rank: int) -> list[Call]:
-    """The launch of expand_swiglu for GPT-OSS-20B with the default tiles, by pairs or by tiles as the batch wants it."""
+    """The launch of expand_swiglu for GPT-OSS-20B, by pairs or by the default tiles as the batch wants it."""
     experts, topk, _, (width,), _ = SHAPES["gpt-oss-20b gate_up"]
     pairs, groups = tokens * topk, SLOTS * (experts or 1)
     block_m = work_block_m(pairs, groups, rank)

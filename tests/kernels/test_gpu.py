@@ -11,6 +11,7 @@ from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common import naive
 from lorahost_kernels.ops.common.routing import slice_columns, unweighted
+from lorahost_kernels.ops.expand_swiglu import naive as swiglu
 from lorahost_kernels.ops.work_list.launch import build_work_list
 
 pytestmark = [
@@ -143,6 +144,83 @@ def test_cuda_graph_follows_its_inputs(tokens: int) -> None:
         graph.replay()
         for part, want in zip(parts, wants, strict=True):
             assert error(part.y, want) < LIMIT
+
+
+def rows_by_expert(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """int32 (pairs,): the row of each pair when rows are sorted by expert; -1 for expert -1."""
+    flat = ids.flatten()
+    order = torch.argsort(torch.where(flat < 0, experts, flat), stable=True)
+    rows = torch.empty_like(flat)
+    rows[order] = torch.arange(flat.numel(), dtype=flat.dtype, device=flat.device)
+    return torch.where(flat < 0, -1, rows)
+
+
+class Activated:
+    """gate_up with the activation in its expand: one layer's inputs, its output, and both in float64."""
+
+    def __init__(self, shape: cases.MoeShape, tokens: int, dtype: torch.dtype, seed: int) -> None:
+        self.part, _ = mixed(shape, tokens, dtype, seed)
+        self.y, self.ids = self.part.y.flatten(0, 1), self.part.routing.topk_ids
+        assert self.ids is not None
+        self.routing = replace(self.part.routing, pair_rows=rows_by_expert(self.ids, shape.experts))
+        self.out = torch.full((len(self.y), self.y.shape[1] // 2), float("nan"), dtype=dtype, device=CUDA)
+
+    def step(self) -> None:
+        """The work list where the batch wants one, then the product."""
+        slots, experts, rank, _ = self.part.lora_a[0].shape
+        block_m = work_block_m(self.routing.num_pairs, slots * experts, rank)
+        routing = self.routing if block_m is None else build_work_list(self.routing, slots, block_m)
+        layer.gate_up_swiglu(self.out, self.y, self.part.x, self.part.lora_a[0], self.part.lora_b[0], routing, 1.702, 7)
+
+    def check(self) -> None:
+        """All rows of pairs are right, no others are written."""
+        want = torch.full_like(self.out, float("nan"), dtype=torch.float64)
+        h = naive.shrink(self.part.x, self.part.lora_a, self.routing, False, torch.float64)
+        swiglu.expand_swiglu(want, self.y, h, self.part.lora_b[0], self.routing, 1.702, 7)
+        written = ~want.isnan()
+        assert torch.equal(written, ~self.out.isnan())
+        assert error(self.out[written], want[written]) < LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [16, 200, 600, 1600, 8192])
+def test_gpt_oss_activation_in_the_expand(tokens: int, dtype: torch.dtype) -> None:
+    case = Activated(cases.MOE["gpt-oss-20b"], tokens, dtype, seed=7)
+    before = case.y.clone()
+    case.step()
+    case.check()
+    assert torch.equal(case.y, before)
+    first = case.out.clone().nan_to_num(1e4)
+    for _ in range(20):
+        case.out.fill_(float("nan"))
+        case.step()
+        assert torch.equal(case.out.nan_to_num(1e4), first)
+
+
+@pytest.mark.parametrize("rank", [8, 64, 128, 256])
+def test_ranks_of_the_activation_in_the_expand(rank: int) -> None:
+    case = Activated(replace(cases.MOE["gpt-oss-20b"], experts=8, rank=rank), 1600, torch.bfloat16, seed=8)
+    case.step()
+    case.check()
+
+
+def test_cuda_graph_of_the_activation_in_the_expand_follows_its_inputs() -> None:
+    tokens, shape = 600, cases.MOE["gpt-oss-20b"]
+    case = Activated(shape, tokens, torch.bfloat16, seed=9)
+    case.step()
+    graph = captured(case.step)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        # from all base rows to none
+        case.routing.token_slots.copy_(torch.randint(-1, 5, (tokens,)).clamp(max=(-1, 4, 4)[seed]))
+        case.routing.token_slots.clamp_(min=(-1, -1, 0)[seed])
+        ids = cases.random_topk(tokens, shape.experts, shape.topk, CUDA)[0]
+        case.ids.copy_(ids)
+        case.routing.pair_rows.copy_(rows_by_expert(ids, shape.experts))
+        case.y.normal_()
+        case.out.fill_(float("nan"))
+        graph.replay()
+        case.check()
 
 
 def captured(call: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -1,6 +1,7 @@
 """On a GPU: tensors of more than 2^31 elements, where an address in 32 bits would wrap around."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_rows_of_a_large_batch(block_m: int | None) -> None:
     assert y.numel() > LARGE
     a, b = random(2, experts, rank, hidden), random(2, experts, columns, rank)
     pairs = rows_of_interest(tokens * topk)
-    want = y.view(-1, columns)[pairs].double()
+    before = y.view(-1, columns)[pairs].double()
+    want = before.clone()
     assert routing.topk_ids is not None
     assert routing.topk_weights is not None
     for i, pair in enumerate(pairs):
@@ -92,11 +94,20 @@ def test_rows_of_a_large_batch(block_m: int | None) -> None:
     layer.gate_up(y, x, [a], [b], grouped(routing, 2, block_m), configs=chosen)
     close(y.view(-1, columns)[pairs], want)
 
+    # the activation of twice as much, from the same buffer
+    rows = y.view(-1, columns)
+    activated = torch.empty(tokens * topk, columns // 2, device=CUDA, dtype=torch.bfloat16)
+    order = torch.arange(tokens * topk, device=CUDA, dtype=torch.int32)
+    routed = replace(grouped(routing, 2, block_m), pair_rows=order)
+    layer.gate_up_swiglu(activated, rows, x, a, b, routed, 1.702, 7.0)
+    twice = rows[pairs].double() + (want - before)
+    gate, up = twice[:, 0::2].clamp(max=7.0), twice[:, 1::2].clamp(-7.0, 7.0)
+    close(activated[pairs], gate * torch.sigmoid(1.702 * gate) * (up + 1.0))
+
     # the same rows are what down shrinks from, and its sums go to the tokens' rows
     first, second = random(2, experts, rank, columns), random(2, experts, hidden, rank)
     out = random(tokens, topk, hidden)
     want = out.view(-1, hidden)[pairs].double()
-    rows = y.view(-1, columns)
     for i, pair in enumerate(pairs):
         slot, expert = int(routing.token_slots[pair // topk]), int(routing.topk_ids.view(-1)[pair])
         delta = second[slot, expert].double() @ (first[slot, expert].double() @ rows[pair].double())

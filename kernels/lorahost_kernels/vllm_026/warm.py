@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
+import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-from lorahost_kernels.configs import next_pow2
+from lorahost_kernels.configs import expand_config, next_pow2, shrink_config, work_block_m
+from lorahost_kernels.ops.common.defaults import programs_of
 from lorahost_kernels.ops.expert_order.launch import count_tiles
 from lorahost_kernels.tuned import start as tuned
 from lorahost_kernels.vllm_026.patching import original, patch
@@ -39,8 +43,10 @@ def kernel_warmup(worker: Any) -> None:
     )
     low, high = largest_graph(worker), worker.scheduler_config.max_num_batched_tokens
     experts, topk = experts_of(config)
-    sizes = sorted({*between(low, high), *gemm_variants(low, high, experts, topk)}, reverse=True)
     start = time.monotonic()
+    known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
+    products = products_of(runner.lora_manager._adapter_manager.modules.values(), topk)
+    sizes = sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
     for size in sizes:
         for adapters in (runner.lora_config.max_loras + 1, 0):
             runner._dummy_run(size, skip_eplb=True, remove_lora=False, num_active_loras=adapters)
@@ -81,3 +87,47 @@ def gemm_variants(low: int, high: int, experts: int, topk: int) -> list[int]:
         tiles = count_tiles(pairs, experts, block)
         found.setdefault((block, size % 16 == 0, pairs % 16 == 0, tiles % 16 == 0), size)
     return list(found.values())
+
+
+class Product(NamedTuple):
+    """What the default tiles of a module's LoRA product depend on, but for the batch's size."""
+
+    topk: int
+    groups: int
+    rank: int
+    k: int
+    n: int
+    slices: int
+    programs: int
+
+
+def products_of(modules: Collection[Any], topk: int) -> set[Product]:
+    """The different products of an engine's modules; topk: experts a token."""
+    found: set[Product] = set()
+    for module in modules:
+        if isinstance(module, BaseLinearLayerWithLoRA):
+            found.add(product(module.lora_a_stacked, module.lora_b_stacked, 1))
+        elif hasattr(module, "w13_lora_a_stacked"):
+            found.add(product(module.w13_lora_a_stacked, module.w13_lora_b_stacked, topk))
+            found.add(product(module.w2_lora_a_stacked, module.w2_lora_b_stacked, topk))
+    return found
+
+
+def product(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...], topk: int) -> Product:
+    """Of stacked weights (slots, experts or 1, rank, k) and (slots, experts or 1, n, rank), one for each slice."""
+    slots, _, rank, k = a[0].shape
+    experts = max(a[0].shape[1], b[0].shape[1])
+    return Product(topk, slots * experts, rank, k, b[0].shape[2], len(b), programs_of(a[0].device))
+
+
+def lora_variants(low: int, high: int, products: Collection[Product], known: Collection[int]) -> list[int]:
+    """One size for each set of default tiles that no size in `known` has: some serve a few sizes in a row only."""
+    found: dict[tuple[object, ...], int] = {}
+    for size in (*known, *range(high, low, -1)):
+        for p in products:
+            pairs = size * p.topk
+            block_m = work_block_m(pairs, p.groups, p.rank)
+            shrink = shrink_config(pairs, p.groups, p.rank, p.k, p.slices, block_m, p.programs)
+            expand = expand_config(pairs, p.groups, p.rank, p.n, p.slices, block_m, p.programs)
+            found.setdefault((p, shrink, expand), size)
+    return list(set(found.values()) - set(known))

@@ -43,8 +43,7 @@ def expand_swiglu_kernel(
         acc += tl.sum(w.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
     else:
         pdl_wait(PDL)
-    gate, up = tl.split(tl.reshape(acc, [BLOCK_N, 2]))
-    value = swiglu(gate, up, alpha, limit)
+    value = swiglu(tl.reshape(acc, [BLOCK_N, 2]), alpha, limit)
     outs = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + row * stride_om + outs, value.to(out.dtype.element_ty), mask=(outs < N) & (row >= 0))
 
@@ -54,24 +53,17 @@ def expand_swiglu_list_kernel(
     out, y, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows, num_pairs, max_tiles,
     base_blocks, num_slots, num_experts, R, N, chunk_n, num_chunks, stride_om, stride_ym, stride_bl, stride_be,
     stride_bn, alpha, limit,
-    TOPK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_R: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    TOPK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_P: tl.constexpr, BASE_COLS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_R: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for the tiles of a work list and, in the grid's first programs, for the pairs that are in none.
-
-    y is read as one integer for each (gate, up): N, stride_ym and the columns of a chunk count those.
-    """
-    if y.dtype.element_ty.primitive_bitwidth == 16:
-        packed = y.to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
-        packed = y.to(tl.pointer_type(tl.int64), bitcast=True)
+    """The same for the tiles of a work list and, in the grid's first programs, for the pairs that are in none."""
     pid = tl.program_id(0)
     if pid < base_blocks:
-        base_rows(out, packed, y.dtype.element_ty, topk_ids, token_slots, adapter_enabled, pair_rows, pid, num_pairs,
-                  num_slots, num_experts, N, stride_om, stride_ym, alpha, limit, TOPK, BLOCK_P, PDL)  # fmt: skip
+        base_rows(out, y, topk_ids, token_slots, adapter_enabled, pair_rows, pid, num_pairs, num_slots, num_experts,
+                  N, stride_om, stride_ym, alpha, limit, TOPK, BLOCK_P, BASE_COLS, PDL)  # fmt: skip
     else:
-        work_tile(out, packed, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows,
+        work_tile(out, y, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows,
                   pid - base_blocks, num_pairs, max_tiles, num_slots, num_experts, R, N, chunk_n, num_chunks,
                   stride_om, stride_ym, stride_bl, stride_be, stride_bn, alpha, limit, TOPK, SPLITS, BLOCK_M, BLOCK_R,
                   BLOCK_N, STEPS, STAGES, GROUP, EVEN_N, EVEN_R, PREFETCH, PDL)  # fmt: skip

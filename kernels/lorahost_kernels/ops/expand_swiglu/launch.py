@@ -45,9 +45,7 @@ def expand_swiglu(
         by_tiles(out, y, h, lora_b, routing, alpha, limit, pdl, config)
 
 
-def shared_args(
-    out: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float
-) -> dict[str, Any]:
+def shared_args(out: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float) -> dict[str, Any]:
     """Arguments that both kernels have."""
     slots, _, width, rank = lora_b.shape
     return {
@@ -62,7 +60,8 @@ def by_pairs(
     out: Tensor, y: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float, pdl: bool
 ) -> None:
     """Each pair by programs of its own."""
-    assert routing.topk_ids is not None and routing.pair_rows is not None
+    assert routing.topk_ids is not None
+    assert routing.pair_rows is not None
 
     def constants() -> Constants:
         n, rank = lora_b.shape[2] // 2, lora_b.shape[3]
@@ -92,9 +91,6 @@ def by_tiles(
         tiling = config or default_expand(routing, (lora_b,), "expand_swiglu")
         if tiling.mode != "list":
             raise ValueError(f"expand_swiglu takes tiles of mode list for a work list, got mode {tiling.mode}")
-        # gate and up are read as one integer
-        if y.stride(0) % 2 or y.data_ptr() % (2 * y.element_size()):
-            raise ValueError(f"y's rows must start at multiples of {2 * y.element_size()} bytes")
         tiles = cdiv(tiles_of(routing, "list", tiling.block_m), tiling.group) * tiling.group
         n, block_n = lora_b.shape[2] // 2, max(16, tiling.block_n // 2)
         most = tiling.steps * block_n
@@ -102,10 +98,12 @@ def by_tiles(
         chunks, blocks = cdiv(n, chunk), cdiv(routing.num_pairs, BASE_PAIRS)
         on = tiling.pdl and pdl
         args = {
-            **shared_args(out, h, lora_b, routing, alpha, limit), "base_blocks": blocks,
-            "max_tiles": routing.work.stride if routing.work else 0, "chunk_n": chunk, "num_chunks": chunks, "stride_ym": y.stride(0) // 2,
-            "BLOCK_P": BASE_PAIRS, "BLOCK_M": tiling.block_m, "BLOCK_N": block_n, "STEPS": tiling.steps,
-            "STAGES": tiling.num_stages, "GROUP": tiling.group, "EVEN_N": chunk == most and n == chunks * chunk,
+            **shared_args(out, h, lora_b, routing, alpha, limit), "stride_ym": y.stride(0), "base_blocks": blocks,
+            "max_tiles": routing.work.stride if routing.work else 0, "chunk_n": chunk, "num_chunks": chunks,
+            # as many as fit the registers that the tiles need anyway
+            "BLOCK_P": BASE_PAIRS, "BASE_COLS": 512 if tiling.num_warps <= 2 else 128,
+            "BLOCK_M": tiling.block_m, "BLOCK_N": block_n, "STEPS": tiling.steps, "STAGES": tiling.num_stages,
+            "GROUP": tiling.group, "EVEN_N": chunk == most and n == chunks * chunk,
             "PREFETCH": tiling.prefetch and y.is_cuda, "PDL": on,
         }  # fmt: skip
         return Constants(blocks + tiles * chunks, args, {"num_warps": tiling.num_warps, "launch_pdl": on})

@@ -8,34 +8,27 @@ from lorahost_kernels.ops.common.expand import chunk_of
 
 
 @triton.jit
-def swiglu(gate, up, alpha, limit):
-    """gate * sigmoid(alpha * gate) * (up + 1) of the clamped values, fp32."""
+def swiglu(both, alpha, limit):
+    """gate * sigmoid(alpha * gate) * (up + 1) of the clamped values, fp32; both: [..., columns, 2], gate then up.
+
+    Neighbouring columns are in one thread, also behind a product on the tensor cores, so nothing moves for the split.
+    """
+    gate, up = tl.split(both)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
 
 
 @triton.jit
-def unpack(packed, dtype: tl.constexpr):
-    """(gate, up) in fp32 of integers that hold an even column of y in their low half and the next in the high half."""
-    if dtype.primitive_bitwidth == 16:
-        gate, up = packed.to(tl.int16), (packed >> 16).to(tl.int16)
-    else:
-        gate, up = packed.to(tl.int32), (packed >> 32).to(tl.int32)
-    return gate.to(dtype, bitcast=True).to(tl.float32), up.to(dtype, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def base_rows(
-    out, packed, dtype: tl.constexpr, topk_ids, token_slots, adapter_enabled, pair_rows, block, num_pairs, num_slots,
-    num_experts, N, stride_om, stride_ym, alpha, limit, TOPK: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    out, y, topk_ids, token_slots, adapter_enabled, pair_rows, block, num_pairs, num_slots, num_experts, N, stride_om,
+    stride_ym, alpha, limit, TOPK: tl.constexpr, BLOCK_P: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = swiglu(y[row]) for those of BLOCK_P pairs that have a row but no LoRA work, four rows at a time.
 
     Without such pairs a program ends at once and doesn't wait: the tiles' programs of the same launch do.
     """
     ROWS: tl.constexpr = 4
-    COLS: tl.constexpr = 512
     pairs = block * BLOCK_P + tl.arange(0, BLOCK_P)
     inside = pairs < num_pairs
     key = pair_key(topk_ids, token_slots, adapter_enabled, pairs, inside, num_slots, num_experts, TOPK, True)
@@ -49,17 +42,19 @@ def base_rows(
         for first in range(0, count, ROWS):
             own = tl.sum(tl.where(place[None, :] == first + lanes[:, None], row[None, :], 0), axis=1).to(tl.int64)
             for col in range(0, N, COLS):
-                cols = col + tl.arange(0, COLS)
-                mask = (first + lanes < count)[:, None] & (cols < N)[None, :]
-                both = tl.load(packed + own[:, None] * stride_ym + cols[None, :], mask=mask, other=0)
-                gate, up = unpack(both, dtype)
-                value = swiglu(gate, up, alpha, limit).to(out.dtype.element_ty)
-                tl.store(out + own[:, None] * stride_om + cols[None, :], value, mask=mask)
+                taken = (first + lanes < count)[:, None]
+                cols = 2 * col + tl.arange(0, 2 * COLS)
+                both = tl.load(y + own[:, None] * stride_ym + cols[None, :], mask=taken & (cols < 2 * N)[None, :],
+                               other=0.0)  # fmt: skip
+                value = swiglu(tl.reshape(both.to(tl.float32), [ROWS, COLS, 2]), alpha, limit)
+                outs = col + tl.arange(0, COLS)
+                tl.store(out + own[:, None] * stride_om + outs[None, :], value.to(out.dtype.element_ty),
+                         mask=taken & (outs < N)[None, :])  # fmt: skip
 
 
 @triton.jit
 def work_tile(
-    out, packed, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows, pid, num_pairs,
+    out, y, b, h, topk_ids, token_slots, adapter_enabled, sorted_pairs, tile_table, pair_rows, pid, num_pairs,
     max_tiles, num_slots, num_experts, R, N, chunk_n, num_chunks, stride_om, stride_ym, stride_bl, stride_be,
     stride_bn, alpha, limit, TOPK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr,
@@ -74,7 +69,7 @@ def work_tile(
         weights = b + (key // num_experts).to(tl.int64) * stride_bl + (key % num_experts).to(tl.int64) * stride_be
         first_n = chunk * chunk_n
         swiglu_tile(
-            out + rows * stride_om, packed + rows * stride_ym, rows >= 0, tl.multiple_of(weights, 16),
+            out + rows * stride_om, y + rows * stride_ym, rows >= 0, tl.multiple_of(weights, 16),
             h + pairs.to(tl.int64) * R, first_n, tl.minimum(first_n + chunk_n, N), R, stride_bn,
             num_pairs.to(tl.int64) * R, alpha, limit, SPLITS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, STAGES, EVEN_N,
             EVEN_R, PREFETCH, PDL,
@@ -91,7 +86,7 @@ def swiglu_tile(
 ):  # fmt: skip
     """As expand_tile of ops.common.expand: h as a high and a low half, B and y through shared memory.
 
-    Gate and up are two products with every other row of B, so that both accumulators and the unpacked y have one layout.
+    first_n, last_n and BLOCK_N count columns of out, of which y and B have twice as many.
     """
     ranks = tl.arange(0, BLOCK_R)
     dtype = b.dtype.element_ty
@@ -106,21 +101,18 @@ def swiglu_tile(
     high = hidden.to(dtype)
     low = (hidden - high.to(tl.float32)).to(dtype)
     for step in tl.range(STEPS, num_stages=STAGES):
-        cols = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
-        gates = b + (2 * cols)[None, :] * stride_bn + ranks[:, None]
+        outs = first_n + step * BLOCK_N + tl.arange(0, BLOCK_N)
+        cols = 2 * (first_n + step * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        pointers = b + cols[None, :] * stride_bn + ranks[:, None]
         if EVEN_N and EVEN_R:
-            w_gate, w_up = tl.load(gates), tl.load(gates + stride_bn)
+            w = tl.load(pointers)
         else:
-            w_mask = (cols[None, :] < last_n) & (ranks[:, None] < R)
-            w_gate = tl.load(gates, mask=w_mask, other=0.0)
-            w_up = tl.load(gates + stride_bn, mask=w_mask, other=0.0)
-        mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (cols[None, :] < last_n)
-        both = tl.load(y_rows[:, None] + cols[None, :], mask=mask, other=0)
-        gate = tl.dot(high, w_gate, input_precision="ieee")
-        up = tl.dot(high, w_up, input_precision="ieee")
+            w = tl.load(pointers, mask=(cols[None, :] < 2 * last_n) & (ranks[:, None] < R), other=0.0)
+        y_mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (cols[None, :] < 2 * last_n)
+        base = tl.load(y_rows[:, None] + cols[None, :], mask=y_mask, other=0.0)
+        acc = tl.dot(high, w, input_precision="ieee")
         if dtype != tl.float32:
-            gate = tl.dot(low, w_gate, gate)
-            up = tl.dot(low, w_up, up)
-        base_gate, base_up = unpack(both, dtype)
-        value = swiglu(gate + base_gate, up + base_up, alpha, limit)
-        tl.store(out_rows[:, None] + cols[None, :], value.to(out_rows.dtype.element_ty), mask=mask)
+            acc = tl.dot(low, w, acc)
+        value = swiglu(tl.reshape(acc + base.to(tl.float32), [BLOCK_M, BLOCK_N, 2]), alpha, limit)
+        out_mask = row_mask[:, None] if EVEN_N else row_mask[:, None] & (outs[None, :] < last_n)
+        tl.store(out_rows[:, None] + outs[None, :], value.to(out_rows.dtype.element_ty), mask=out_mask)

@@ -1,0 +1,76 @@
+"""Which batch sizes are run before an engine is ready: every set of tiles that traffic can ask for."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+from lorahost_kernels.configs import work_block_m
+from lorahost_kernels.ops.common.defaults import default_expand, default_shrink
+from lorahost_kernels.ops.common.routing import Routing, WorkList
+from lorahost_kernels.vllm_026 import warm
+
+SLOTS, EXPERTS, TOPK, HIDDEN, WIDTH = 8, 32, 4, 2880, 2880
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def stacked(experts: int, rank: int, k: int, *outs: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(A, B) of every slice."""
+    return tuple(meta(SLOTS, experts, rank, k) for _ in outs), tuple(meta(SLOTS, experts, n, rank) for n in outs)
+
+
+def modules(rank: int) -> list[Any]:
+    """Of a GPT-OSS layer: experts, qkv, and an embedding, which our kernels don't serve."""
+    experts = SimpleNamespace(lora_a_stacked=[meta(rank, HIDDEN)])
+    experts.w13_lora_a_stacked, experts.w13_lora_b_stacked = stacked(EXPERTS, rank, HIDDEN, 2 * WIDTH)
+    experts.w2_lora_a_stacked, experts.w2_lora_b_stacked = stacked(EXPERTS, rank, WIDTH, HIDDEN)
+    qkv = BaseLinearLayerWithLoRA.__new__(BaseLinearLayerWithLoRA)
+    torch.nn.Module.__init__(qkv)
+    qkv.lora_a_stacked, qkv.lora_b_stacked = stacked(1, rank, HIDDEN, 4096, 512, 512)
+    return [experts, qkv, SimpleNamespace(lora_a_stacked=meta(SLOTS, rank, HIDDEN))]
+
+
+def tiles(size: int, rank: int) -> set[object]:
+    """What the launchers would choose for a batch of `size` tokens."""
+    found: set[object] = set()
+    experts, qkv, _ = modules(rank)
+    index = {"dtype": torch.int32}
+    for name, topk, a, b in (
+        ("w13", TOPK, experts.w13_lora_a_stacked, experts.w13_lora_b_stacked),
+        ("w2", TOPK, experts.w2_lora_a_stacked, experts.w2_lora_b_stacked),
+        ("qkv", 1, qkv.lora_a_stacked, qkv.lora_b_stacked),
+    ):
+        count, pairs = a[0].shape[1], size * topk
+        block_m = work_block_m(pairs, SLOTS * count, rank)
+        work = block_m and WorkList(meta(pairs, **index), meta(1, **index), 1, block_m)
+        ids = meta(size, topk, **index) if count > 1 else None
+        routing = Routing(meta(size, **index), meta(SLOTS + 1, **index), count, ids, work=work)
+        found.add((name, default_shrink(routing, a), default_expand(routing, b)))
+    return found
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 2048), (512, 8192)])
+@pytest.mark.parametrize("rank", [8, 32, 256])
+def test_every_tile_is_compiled_before_traffic(low: int, high: int, rank: int) -> None:
+    known = set(warm.between(low, high))
+    sizes = known | set(warm.lora_variants(low, high, warm.products_of(modules(rank), TOPK), known))
+    compiled = set[object]().union(*(tiles(size, rank) for size in sizes))
+    assert all(low < size <= high for size in sizes)
+    # sizes next to a change of tiles are the ones that a coarse ladder misses
+    for size in range(low + 1, high + 1, 3):
+        assert tiles(size, rank) <= compiled, size
+
+
+def test_sizes_that_add_nothing_are_left_out() -> None:
+    known = set(warm.between(512, 8192))
+    added = warm.lora_variants(512, 8192, warm.products_of(modules(32), TOPK), known)
+    # tiles of 32 rows with a shrink in two parts: 1025 to 1066 tokens
+    assert added
+    assert len(added) <= 8
+    assert any(1025 <= size <= 1066 for size in added)
