@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from tests.contract.conftest import Starter
 from tests.fakes.running import Server
 
-from lorahost.bench import http_point, rows, steps
+from lorahost.bench import http_point, http_server, rows, steps
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.cli import main
@@ -137,7 +137,7 @@ def test_a_step_through_the_server_is_one_start_with_all_its_loads(
 
 def test_a_step_whose_server_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAHOST_ENGINE", "steam")
-    with pytest.raises(http_point.ServerEndedError, match=r"ended with 30(.|\n)*LORAHOST_ENGINE='steam'"):
+    with pytest.raises(http_server.ServerEndedError, match=r"ended with 30(.|\n)*LORAHOST_ENGINE='steam'"):
         asyncio.run(http_point.measure(Point("base", model="tiny-gpt-oss", via="http"), tmp_path))
 
 

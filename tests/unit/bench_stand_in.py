@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     parser.add_argument("--turns", type=Path)
+    parser.add_argument("--server-log", type=Path)
     options = parser.parse_args()
     point = from_arguments(options)
     print("stand-in starts", flush=True)

@@ -20,7 +20,7 @@ from torch import nn
 
 from lorahost.adapters.importer import ImportLimits, import_adapter
 from lorahost.adapters.layout import ModelLayout
-from lorahost.bench import environment, http_point, shapes
+from lorahost.bench import environment, http_server, shapes
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.vllm_026 import weights
@@ -262,7 +262,7 @@ def test_a_request_of_another_length_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_the_server_gets_the_same_engine_arguments() -> None:
     point = Point("ours", slots=4, extra={"enforce_eager": True, "lora_target_modules": ["q_proj"]}, spec="ngram")
-    server = http_point.server_environment(point, Path("/m"), 1, Path("/w"))
+    server = http_server.server_environment(point, Path("/m"), 1, Path("/w"))
     own = engine_arguments(point, Path("/m"))
     names = ("load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "seed")
     for name in (*names, "moe_backend", "max_loras", "max_lora_rank", "speculative_config"):
@@ -272,5 +272,5 @@ def test_the_server_gets_the_same_engine_arguments() -> None:
     assert server["SM_VLLM_NO_ENABLE_PREFIX_CACHING"] == server["SM_VLLM_ENFORCE_EAGER"] == "true"
     assert server["SM_VLLM_LORA_TARGET_MODULES"] == '["q_proj"]'
     with pytest.raises(ValueError, match="extra async_scheduling: false"):
-        http_point.server_environment(Point("ours", extra={"async_scheduling": False}), Path("/m"), 1, Path("/w"))
-    assert "SM_VLLM_MAX_LORAS" not in http_point.server_environment(Point("base"), Path("/m"), 1, Path("/w"))
+        http_server.server_environment(Point("ours", extra={"async_scheduling": False}), Path("/m"), 1, Path("/w"))
+    assert "SM_VLLM_MAX_LORAS" not in http_server.server_environment(Point("base"), Path("/m"), 1, Path("/w"))

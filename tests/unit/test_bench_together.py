@@ -40,17 +40,20 @@ class Bench:
         self.said: list[str] = []
         self.started: list[str] = []
 
-    def run(
+    def made(
         self, point: Point = POINT, clock: Callable[[], float] = time.monotonic, extra: Any = None, **more: Any
-    ) -> Outcome:
+    ) -> Together:
         given: dict[str, Any] = {
             "paths": NAMES, "base_loads": "", "kv_bytes": 2.5e9, "utilization": 0.2, "start_limit": 300.0,
             "limit": 600.0, "logs": "", "probe": False, "reference": "stock:marlin", "alternations": 2,
             "out": self.out, "work": self.folder / "work",
-            "extra_of": [f"{name}={json.dumps(value)}" for name, value in (extra or {}).items()],
+            "extra_of": [f"{name}={json.dumps(value)}" for name, value in (extra or {}).items()], "slots_of": [],
+            "spec_of": [],
         }  # fmt: skip
-        run = Together(point, Options.of({**given, **more}), self.said.append, clock)
-        return run.run(self.command)
+        return Together(point, Options.of({**given, **more}), self.said.append, clock)
+
+    def run(self, point: Point = POINT, **more: Any) -> Outcome:
+        return self.made(point, **more).run(self.command)
 
     def command(self, spec: Spec, folder: Path) -> list[str]:
         self.started.append(spec.name)
@@ -240,9 +243,71 @@ def test_engines_have_names_backends_and_arguments_of_their_own() -> None:
     ]
 
 
+def test_engines_may_be_behind_the_server_with_slots_and_speculation_of_their_own() -> None:
+    paths = "stock:marlin@http,few=ours@http,ours,spec=ours"
+    found = together_plan.specs(POINT, paths, {}, {"few": 4}, {"spec": "synthetic", "stock:marlin@http": "ngram"})
+    assert [(s.name, s.file_name, s.point.path, s.point.moe_backend, s.point.via, s.point.slots) for s in found] == [
+        ("stock:marlin@http", "stock-marlin-http", "stock", "marlin", "http", 0),
+        ("few", "few", "ours", "auto", "http", 4),
+        ("ours", "ours", "ours", "auto", "engine", 0),
+        ("spec", "spec", "ours", "auto", "engine", 0),
+    ]
+    assert [(s.point.spec, s.point.alphabet) for s in found] == [
+        ("ngram", 0), ("none", 0), ("none", 0), ("synthetic", 64),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="slots-of 'many': no engine of this name"):
+        together_plan.specs(POINT, "ours", {}, {"many": 4})
+    with pytest.raises(ValueError, match="spec-of 'many': no engine of this name"):
+        together_plan.specs(POINT, "ours", {}, {}, {"many": "ngram"})
+
+
+def test_an_engine_behind_the_server_is_measured_but_not_probed(bench: Bench) -> None:
+    outcome = bench.run(
+        paths="base,ours,door=ours@http", base_loads="closed:16", alternations=1, probe=True, reference="ours"
+    )
+    assert outcome.trouble == []
+    assert [(row["path"], row["via"], row["load"]) for row in bench.rows] == [
+        ("base", "engine", "closed:16"), ("ours", "engine", "closed:16"), ("ours", "http", "closed:16"),
+        ("lora-base", "engine", "closed:16"), ("lora-base", "http", "closed:16"),
+    ]  # fmt: skip
+    assert "door: answers through the server are not compared" in bench.text()
+    assert "base against ours: 1 answers, 1 equal" in bench.text()
+    # what the front door costs is the ratio to the same engine in its process
+    [line] = [line for line in outcome.table.split("base traffic")[0].splitlines() if line.startswith("| door |")]
+    assert "| 0.751 (0.751 to 0.751) | 1.000 (1.000 to 1.000) |" in line
+    with pytest.raises(ValueError, match="reference 'door': must be one of the engines base, ours"):
+        bench.run(paths="base,ours,door=ours@http", probe=True, reference="door")
+
+
+def test_engines_that_start_together_share_no_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    run = bench.made(paths="ours,ours@http,few=ours@http", slots_of=["few=4"])
+    starts = run._starts(bench.folder, run.command)
+    caches = {name: start.environ["VLLM_CACHE_ROOT"] for name, start in starts.items()}
+    assert caches == {
+        name: str(bench.folder / "work" / "caches" / file)
+        for name, file in (("ours", "ours"), ("ours@http", "ours-http"), ("few", "few"))
+    }
+    logs = [option_of(list(start.line), "--server-log") for start in starts.values()]
+    own = bench.folder / "work" / "logs"
+    assert logs == [None, str(own / "ours-http-server.log"), str(own / "few-server.log")]
+    assert option_of(list(starts["few"].line), "--slots") == "4"
+
+
+def option_of(line: list[str], flag: str) -> str | None:
+    return line[line.index(flag) + 1] if flag in line else None
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (["--slots-of", "few=0"], "slots-of 'few=0': must be NAME=N with N >= 1"),
+        (["--slots-of", "8"], "slots-of '8': must be NAME=N"),
+        (
+            ["--spec-of", "ours=eagle"],
+            "spec-of 'ours=eagle': must be NAME=METHOD with a method of none, ngram, synthetic",
+        ),
+        (["--probe", "--spec-of", "ours=synthetic"], "probe: synthetic acceptance makes up its answers"),
         (["--extra-of", "ours"], "extra-of 'ours': must be NAME=JSON"),
         (["--extra-of", "ours={1}"], "extra-of 'ours={1}': must be NAME=JSON"),
         (["--limit", "0"], "limit 0.0: must be above 0"),

@@ -126,8 +126,8 @@ def test_an_engine_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
 
 def test_requests_are_the_widest_load_s() -> None:
     point = Point("ours", loads=(Load(concurrency=16), Load(concurrency=1), Load(concurrency=8)), requests=24)
-    assert [turn_taker.requests_of(point, load) for load in point.loads] == [24, 2, 12]
-    assert [turn_taker.requests_of(replace(point, requests=0), load) for load in point.loads] == [32, 4, 16]
+    assert [turns.requests_of(point, load) for load in point.loads] == [24, 2, 12]
+    assert [turns.requests_of(replace(point, requests=0), load) for load in point.loads] == [32, 4, 16]
 
 
 def test_answers_apart_up_to_the_first_other_token() -> None:

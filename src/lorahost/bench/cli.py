@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +19,8 @@ from lorahost.bench import together as together_run
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.shapes import SHAPES
-from lorahost.bench.together_options import OPTIONS, Options, click_arguments
+from lorahost.bench.together_options import OPTIONS, ROOM, Option, Options, click_arguments
+from lorahost.bench.together_slots import SlotsTogether
 
 CSV = click.Path(dir_okay=False, path_type=Path)
 RESULTS = Path("bench/results")
@@ -132,9 +132,9 @@ def _make_point(o: dict[str, Any], **more: Any) -> Point:
     alphabet = 64 if o["spec"] == "synthetic" else 0
     given = {"repeats": o["repeats"]} if o["repeats"] is not None else {}
     return Point(
-        "ours", model=o["model"], layers=o["layers"], input=o["input_"], output=o["output"], rank=o["rank"],
+        model=o["model"], layers=o["layers"], input=o["input_"], output=o["output"], rank=o["rank"],
         spec=o["spec"], alphabet=alphabet, moe_backend=o["moe_backend"], extra=extra,
-        commit=o["commit"], **{**more, **given},
+        commit=o["commit"], **{"path": "ours", **more, **given},
     )  # fmt: skip
 
 
@@ -151,14 +151,18 @@ def _run(plan: list[Point], out: Path, o: dict[str, Any]) -> list[Point]:
     return left
 
 
-def _together(command: Callable[..., None]) -> Callable[..., None]:
+def _together(command: Callable[..., None], options: Sequence[Option] = OPTIONS) -> Callable[..., None]:
     """--together and the options that need it."""
-    for option in reversed(OPTIONS):
+    for option in reversed(options):
         command = click.option(f"--{option.name}", **click_arguments(option))(command)
     command = click.option("--requests", default=0, help="Of the widest load's repeat; 0: two rounds.")(command)
     return click.option("--together", is_flag=True, help="All engines at once on one GPU; see the options below.")(
         command
     )
+
+
+def _slots_together(command: Callable[..., None]) -> Callable[..., None]:
+    return _together(command, [option for option in OPTIONS if option.name in ROOM])
 
 
 def _no_stray_options(together: bool) -> None:
@@ -213,17 +217,31 @@ def retention(
     _guarded(act)
 
 
+def _measure_slots(o: dict[str, Any], path: str, few: int) -> int:
+    more = {"path": path, "adapters": o["adapters"], "requests": o["requests"], "repeats": 1, "warmup": 1}
+    options = Options.of({option.name.replace("-", "_"): option.default for option in OPTIONS} | o)
+    run = SlotsTogether(_make_point(o, **more), few, options, click.echo)
+    return together_run.report(run.run(), click.echo)
+
+
 @bench.command()
 @click.option("--adapters", default=16, show_default=True)
 @click.option("--slots", default=8, show_default=True, help="Fewer than adapters.")
 @click.option("--path", type=click.Choice(["stock", "ours", "ours-tuned"]), default="ours", show_default=True)
 @click.option("--out", type=CSV, default=RESULTS / "slots.csv", show_default=True)
 @_point
-def slots(adapters: int, slots: int, path: str, out: Path, **options: Any) -> None:
-    """More adapters than slots, through the server: open loop with 4 in flight, closed loop at 16."""
+@_slots_together
+def slots(adapters: int, slots: int, path: str, out: Path, together: bool, **options: Any) -> None:
+    """More adapters than slots, through the server: open loop with 4 in flight, closed loop at 16.
+
+    With --together both servers start at the same time, with a small KV cache each, and are measured in turn.
+    """
+    _no_stray_options(together)
+    if together:
+        sys.exit(_guarded(lambda: _measure_slots({**options, "adapters": adapters, "out": out}, path, slots)))
 
     def act() -> bool:
-        point = replace(_make_point(options, adapters=adapters), path=path)  # type: ignore[arg-type]
+        point = _make_point(options, adapters=adapters, path=path)
         if _run([slotting.calibration(point)], out, options):
             return True
         rate = slotting.rate_of(steps.read(out))

@@ -25,18 +25,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--turns", type=Path, help="folder in which lorahost.bench.together asks for repeats")
+    parser.add_argument("--server-log", type=Path, help="file for the server's output, with --turns and --via http")
     options = parser.parse_args(arguments)
     try:
         point = from_arguments(options)
     except ValueError as error:
         parser.error(str(error))
-    if options.turns and point.via == "http":
-        parser.error("turns: measured in the engine only, not --via http")
+    if bool(options.server_log) != bool(options.turns and point.via == "http"):
+        parser.error("server-log: belongs to --turns with --via http")
     work: Path = (options.work or Path(tempfile.gettempdir()) / "lorahost-bench").resolve()
     where = rows.provenance(point.commit)
     point = replace(point, commit=where["commit"])
     environment.prepare(point, work)
     # only now: vLLM reads the environment when it is imported
+    if options.turns and point.via == "http":
+        import uvloop
+
+        from lorahost.bench import http_turns
+
+        uvloop.run(http_turns.take_turns(point, work, options.turns, options.server_log, where))
+        return 0
     if options.turns:
         from lorahost.bench.vllm_026 import turn_taker
 

@@ -101,7 +101,7 @@ def write_tokenizer(vocab: int, folder: Path) -> None:
 
 
 def held_port() -> tuple[socket.socket, int]:
-    """A free port, and the socket that keeps others from being given it: bound, not listening, so a server still can."""
+    """A free port, and the socket that keeps others from getting it; it does not listen, so a server still can."""
     hold = socket.socket()
     hold.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     hold.bind(("127.0.0.1", 0))

@@ -51,10 +51,9 @@ async def take_turns(point: Point, work: Path, folder: Path, log: Path, where: M
         ServerEndedError: as in `running`, or all requests of a repeat failed; with the end of the server's log.
     """
     # the parent ends this process's group, the server with it
-    async with running(point, work, home=folder / "server", log=log, own_group=False) as (server, known):
-        async with http_client.session() as http:
-            front = Front(point, server.url, http)
-            try:
-                await turn_side.answer(point, front, known, folder, where)
-            except WrongEngineError as error:
-                raise server.fail(str(error)) from error
+    started = running(point, work, home=folder / "server", log=log, own_group=False)
+    async with started as (server, known), http_client.session() as http:
+        try:
+            await turn_side.answer(point, Front(point, server.url, http), known, folder, where)
+        except WrongEngineError as error:
+            raise server.fail(str(error)) from error

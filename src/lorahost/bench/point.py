@@ -16,6 +16,7 @@ Via = Literal["engine", "http"]
 Spec = Literal["none", "ngram", "synthetic"]
 Weights = Literal["spread", "collapsed"]
 PATHS: tuple[EnginePath, ...] = get_args(EnginePath)
+SPECS: tuple[Spec, ...] = get_args(Spec)
 SPEC_TOKENS = 3
 SPEC_ALPHABET = 64
 

@@ -35,14 +35,23 @@ def rate_of(rows: Sequence[Row]) -> float:
     return float(f"{IN_FLIGHT * 1e3 / (sum(latencies) / len(latencies)):.3g}")
 
 
+def check_few(point: Point, few: int) -> None:
+    """Checks the smaller number of slots.
+
+    Raises:
+        ValueError: it is not below the number of adapters.
+    """
+    if not 1 <= few < point.adapters:
+        raise ValueError(f"slots {few}: must be between 1 and {point.adapters - 1}, fewer than adapters")
+
+
 def plan(point: Point, few: int, rate: float, alternations: int) -> list[Point]:
     """Steps with a slot for each adapter and with `few`, both loads in each.
 
     Raises:
         ValueError: `few` is not below the number of adapters.
     """
-    if not 1 <= few < point.adapters:
-        raise ValueError(f"slots {few}: must be between 1 and {point.adapters - 1}, fewer than adapters")
+    check_few(point, few)
     loads = (Load(rate=rate), Load(concurrency=CLOSED))
     both = [replace(point, benchmark="slots", via="http", slots=n, loads=loads) for n in (point.adapters, few)]
     return with_alternations(both, alternations)

@@ -1,4 +1,5 @@
-"""Several engines on one GPU, started at the same time and measured in turn. Needs vLLM and the standard library only.
+"""Several engines on one GPU, started at the same time and measured in turn. Needs vLLM and the standard library only,
+for engines behind `lorahost serve` also what that imports, and aiohttp.
 
 python -m lorahost.bench.together --paths base,stock:marlin,ours --out rows.csv
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -24,11 +26,11 @@ from lorahost.bench.files import write_whole
 from lorahost.bench.point import Point, add_common_arguments, from_arguments, to_arguments
 from lorahost.bench.together_options import Options, add_arguments
 from lorahost.bench.together_plan import Job, Spec, Turn
-from lorahost.bench.turn_engines import Clock, EngineDiedError, TimeUpError, TurnEngine, stop
-from lorahost.bench.turns import POLL_SECONDS, PROBE, Ask
+from lorahost.bench.turn_engines import Clock, TimeUpError
+from lorahost.bench.turn_group import Group, Say, Start
+from lorahost.bench.turns import PROBE, Ask
 
 Command = Callable[[Spec, Path], list[str]]
-Say = Callable[[str], None]
 
 
 def say_at_once(text: str) -> None:
@@ -61,96 +63,87 @@ class Together:
         every = tuple(dict.fromkeys(job.load for job in self._jobs))
         commit = point.commit or rows.revision()
         shared = replace(point, loads=every, commit=commit, extra={**room, **point.extra})
-        self._specs = together_plan.specs(shared, options.paths, options.extra_of)
-        self._turns = together_plan.turns(self._specs, self._jobs, options.alternations)
-        if options.probe and options.reference not in (names := [spec.name for spec in self._specs]):
-            raise ValueError(f"reference {options.reference!r}: must be one of the engines {', '.join(names)}")
-        if options.probe and point.spec == "synthetic":
+        own = (options.extra_of, options.slots_of, options.spec_of)
+        self._specs = together_plan.specs(shared, options.paths, *own)
+        probed = [spec.name for spec in self._specs if spec.point.via == "engine"]
+        if options.probe and options.reference not in probed:
+            raise ValueError(f"reference {options.reference!r}: must be one of the engines {', '.join(probed)}")
+        if options.probe and any(spec.point.spec == "synthetic" for spec in self._specs):
             raise ValueError("probe: synthetic acceptance makes up its answers, there is nothing to compare")
         self._work = (options.work or Path(tempfile.gettempdir()) / "lorahost-bench").resolve()
         self._logs = options.logs or self._work / "logs"
-        self._engines: dict[str, TurnEngine] = {}
         self._outcome = Outcome()
-        self._began = 0.0
+        self._group: Group
 
     def command(self, spec: Spec, folder: Path) -> list[str]:
         """The command line of an engine that is asked in `folder`."""
         line = [sys.executable, "-m", "lorahost.bench.engine_point", *to_arguments(spec.point)]
-        return [*line, "--work", str(self._work), "--turns", str(folder)]
+        line += ["--work", str(self._work), "--turns", str(folder)]
+        if spec.point.via == "http":
+            line += ["--server-log", str(self._logs / f"{spec.file_name}-server.log")]
+        return line
 
     def run(self, command: Command | None = None) -> Outcome:
         """Starts, probes and measures what is missing, and stops all engines whatever happens."""
-        out = self._options.out
-        left = [turn for turn in self._turns if not together_plan.done(turn, steps.read(out))]
-        self._say(f"{len(self._turns) - len(left)} of {len(self._turns)} turns are in {out}")
-        needed = [s for s in self._specs if self._options.probe or any(turn.spec == s for turn in left)]
-        self._began = self._clock()
-        with tempfile.TemporaryDirectory(prefix="lorahost-turns-") as folder:
+        o, left = self._options, self._left()
+        self._say(f"{len(self._turns) - len(left)} of {len(self._turns)} turns are in {o.out}")
+        self._group = Group(self._say, self._trouble, o.start_limit, o.limit, self._clock)
+        with tempfile.TemporaryDirectory(prefix="lorahost-turns-", ignore_cleanup_errors=True) as folder:
             try:
-                self._start(needed, Path(folder), command or self.command)
-                if self._options.probe:
-                    self._probe()
-                self._measure(left)
+                self._group.start(self._starts(Path(folder), command or self.command))
+                self._prepare()
+                self._measure(self._left())
             except TimeUpError as error:
                 self._trouble(str(error))
             finally:
-                stop(list(self._engines.values()))
-        missing = [turn for turn in self._turns if not together_plan.done(turn, steps.read(out))]
-        if missing:
+                self._group.stop()
+        if missing := self._left():
             self._trouble(f"{len(missing)} of {len(self._turns)} turns are missing; run this again to add them")
-        self._outcome.table = together_report.table(self._specs, self._jobs, steps.read(out))
+        self._outcome.table = self._table()
         return self._outcome
+
+    @property
+    def _turns(self) -> list[Turn]:
+        return together_plan.turns(self._specs, self._jobs, self._options.alternations)
+
+    def _left(self) -> list[Turn]:
+        found = steps.read(self._options.out)
+        return [turn for turn in self._turns if not together_plan.done(turn, found)]
+
+    def _table(self) -> str:
+        return together_report.table(self._specs, self._jobs, steps.read(self._options.out))
 
     def _trouble(self, text: str) -> None:
         self._outcome.trouble.append(text)
         self._say(text)
 
-    def _seconds(self) -> float:
-        return self._clock() - self._began
+    def _starts(self, folder: Path, command: Command) -> dict[str, Start]:
+        """Engines with a turn left, or all if answers are compared."""
+        busy = {turn.spec.name for turn in self._left()}
+        # engines that compile the same graphs at the same time would write the same files
+        caches = Path(os.environ.get("VLLM_CACHE_ROOT") or self._work / "caches").resolve()
+        return {
+            spec.name: Start(
+                command(spec, own := folder / spec.file_name),
+                own,
+                self._logs / f"{spec.file_name}.log",
+                {"VLLM_CACHE_ROOT": str(caches / spec.file_name)},
+            )
+            for spec in self._specs
+            if spec.name in busy or (self._options.probe and spec.point.via == "engine")
+        }
 
-    def _start(self, needed: Sequence[Spec], folder: Path, command: Command) -> None:
-        for spec in needed:
-            own = folder / spec.name.replace(":", "-")
-            own.mkdir()
-            log = self._logs / f"{own.name}.log"
-            self._engines[spec.name] = TurnEngine(spec.name, command(spec, own), own, log)
-        waiting = set(self._engines)
-        while waiting:
-            for name in sorted(waiting):
-                engine = self._engines[name]
-                try:
-                    if engine.ready:
-                        waiting.discard(name)
-                        self._say(f"{name} is ready after {self._seconds():.0f} s")
-                    elif self._seconds() > min(self._options.start_limit, self._options.limit):
-                        raise EngineDiedError(engine.story(f"is not ready after {self._seconds():.0f} s"))
-                except EngineDiedError as error:
-                    waiting.discard(name)
-                    self._lose(name, error)
-            time.sleep(POLL_SECONDS)
-
-    def _lose(self, name: str, error: EngineDiedError) -> None:
-        self._trouble(str(error))
-        self._engines.pop(name).kill()
-
-    def _ask(self, name: str, ask: Ask) -> dict[str, Any] | None:
-        """The answer, or None of an engine that is gone."""
-        if name not in self._engines:
-            return None
-        try:
-            return self._engines[name].ask(ask, self._began + self._options.limit, self._clock)
-        except EngineDiedError as error:
-            self._lose(name, error)
-            return None
-        except TimeUpError:
-            # it is in the middle of something whose answer is lost
-            self._engines.pop(name).kill()
-            raise
+    def _prepare(self) -> None:
+        """What is done once all are ready."""
+        if self._options.probe:
+            self._probe()
 
     def _probe(self) -> None:
         found: dict[str, dict[str, list[Token]]] = {}
         for spec in self._specs:
-            if answer := self._ask(spec.name, PROBE):
+            if spec.point.via == "http":
+                self._say(f"{spec.name}: answers through the server are not compared")
+            elif answer := self._group.ask(spec.name, PROBE):
                 found[spec.name] = answers.read(answer["answers"])
         write_whole(self._logs / "probe.json", json.dumps(found))
         name = self._options.reference
@@ -164,23 +157,27 @@ class Together:
 
     def _measure(self, left: Sequence[Turn]) -> None:
         for turn in left:
-            measured: list[Mapping[str, object]] = []
-            for repeat in range(1, turn.point.repeats + 1):
-                ask: Ask = {
-                    "what": "load", "load": str(turn.job.load), "base": turn.job.base, "alternation": turn.round,
-                    "repeat": repeat,
-                }  # fmt: skip
-                if not (answer := self._ask(turn.spec.name, ask)):
-                    break
-                measured.append(row := answer["row"])
-                self._say_row(turn, row)
-            else:
+            if measured := self._measured(turn):
                 rows.append(self._options.out, measured)
+
+    def _measured(self, turn: Turn) -> list[dict[str, Any]]:
+        """The rows of all repeats of a turn; none if the engine is gone."""
+        measured: list[dict[str, Any]] = []
+        for repeat in range(1, turn.point.repeats + 1):
+            ask: Ask = {
+                "what": "load", "load": str(turn.job.load), "base": turn.job.base, "alternation": turn.round,
+                "repeat": repeat,
+            }  # fmt: skip
+            if not (answer := self._group.ask(turn.spec.name, ask)):
+                return []
+            measured.append(row := answer["row"])
+            self._say_row(turn, row)
+        return measured
 
     def _say_row(self, turn: Turn, row: Mapping[str, Any]) -> None:
         what = f"round {turn.round}, {turn.job}, {turn.spec.name}"
         figures = ", ".join(f"{key} {row[key]:.4g}" for key in ("otps_p50", "ttft_p50_ms", "throughput"))
-        self._say(f"{self._seconds():4.0f} s  {what}: {figures}")
+        self._say(f"{self._group.seconds:4.0f} s  {what}: {figures}")
         if row["errors"]:
             self._trouble(f"{what}: {row['errors']} of {row['requests']} requests failed: {row['error_kinds']}")
 

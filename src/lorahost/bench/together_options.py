@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lorahost.bench.loads import Load
+from lorahost.bench.point import SPECS, Spec
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,24 @@ class Option:
 
 
 OPTIONS = (
-    Option("paths", "base,stock,ours,ours-tuned", "Engines.", "[NAME=]PATH[:BACKEND],..."),
+    Option(
+        "paths", "base,stock,ours,ours-tuned", "Engines; with @http through the server.",
+        "[NAME=]PATH[:BACKEND][@http],...",
+    ),
     Option("base-loads", "closed:16", "Base model's traffic on LoRA engines; '' for none.", "closed:N,..."),
     Option("kv-bytes", 2.5e9, "Bytes of an engine's KV cache."),
     Option("utilization", 0.2, "Share of the GPU that must be free when an engine starts."),
     Option("extra-of", (), "Engine arguments of one engine; may be repeated.", "NAME=JSON"),
+    Option("slots-of", (), "Slots of one engine instead of --slots; may be repeated.", "NAME=N"),
+    Option("spec-of", (), "Speculation of one engine instead of --spec; may be repeated.", "NAME=none|ngram|synthetic"),
     Option("start-limit", 420.0, "Seconds until all must be ready; those that are not are given up."),
     Option("limit", 1800.0, "Seconds after which all are stopped; rows are kept."),
     Option("logs", "", "Folder of the engines' logs; '' for logs/ in the work folder.", "DIR"),
     Option("probe", False, "Compare answers with those of --reference before measuring."),
     Option("reference", "stock", "The engine whose answers are right.", "NAME"),
-)
+)  # fmt: skip
+# what two servers with a fixed plan need of them
+ROOM = ("kv-bytes", "utilization", "start-limit", "limit", "logs")
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Options:
     kv_bytes: int
     utilization: float
     extra_of: Mapping[str, Mapping[str, Any]]
+    slots_of: Mapping[str, int]
+    spec_of: Mapping[str, Spec]
     start_limit: float
     limit: float
     logs: Path | None
@@ -72,6 +82,8 @@ class Options:
         mine["base_loads"] = tuple(Load.parse(text) for text in given["base_loads"].split(",") if text)
         mine["kv_bytes"] = int(given["kv_bytes"])
         mine["extra_of"] = dict(_extra(text) for text in given["extra_of"])
+        mine["slots_of"] = dict(_slots(text) for text in given["slots_of"])
+        mine["spec_of"] = dict(_speculation(text) for text in given["spec_of"])
         mine["logs"] = Path(given["logs"]) if given["logs"] else None
         return cls(**mine)
 
@@ -84,6 +96,21 @@ def _extra(text: str) -> tuple[str, dict[str, Any]]:
         return name, json.loads("{" + value)
     except ValueError as error:
         raise ValueError(f"extra-of {text!r}: must be NAME=JSON with a JSON object ({error})") from error
+
+
+def _slots(text: str) -> tuple[str, int]:
+    name, separator, value = text.rpartition("=")
+    if not separator or not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"slots-of {text!r}: must be NAME=N with N >= 1")
+    return name, int(value)
+
+
+def _speculation(text: str) -> tuple[str, Spec]:
+    name, _, value = text.rpartition("=")
+    chosen = next((known for known in SPECS if known == value), None)
+    if not name or chosen is None:
+        raise ValueError(f"spec-of {text!r}: must be NAME=METHOD with a method of {', '.join(SPECS)}")
+    return name, chosen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

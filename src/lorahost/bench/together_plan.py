@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from lorahost.bench import rows, steps
 from lorahost.bench.loads import Load
-from lorahost.bench.point import EnginePath, Point
+from lorahost.bench.point import SPEC_ALPHABET, EnginePath, Point
+from lorahost.bench.point import Spec as Speculation
 from lorahost.bench.rows import Row
 from lorahost.bench.turns import row_point
 
 TOGETHER: tuple[EnginePath, ...] = ("base", "stock", "ours", "ours-tuned")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]*")
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class Spec:
 
     name: str
     point: Point
+
+    @property
+    def file_name(self) -> str:
+        """The name for files and folders."""
+        return re.sub("[:@]", "-", self.name)
 
 
 @dataclass(frozen=True)
@@ -50,36 +57,63 @@ class Turn:
         return replace(row_point(self.spec.point, self.job.base, self.round), loads=(self.job.load,))
 
 
-def specs(point: Point, paths: str, extras: Mapping[str, Mapping[str, Any]]) -> list[Spec]:
-    """Engines of `[NAME=]PATH[:BACKEND]`, separated by commas.
+def specs(
+    point: Point,
+    paths: str,
+    extras: Mapping[str, Mapping[str, Any]],
+    slots: Mapping[str, int] = MappingProxyType({}),
+    speculation: Mapping[str, Speculation] = MappingProxyType({}),
+) -> list[Spec]:
+    """Engines of `[NAME=]PATH[:BACKEND][@http]`, separated by commas; with @http through a server of their own.
 
     Args:
         point: What is the same for all; its loads are all that are asked.
         paths: See above; without NAME an engine is called as it is written.
         extras: Engine arguments of single engines, by name.
+        slots: Numbers of slots of single engines, by name.
+        speculation: Speculative decoding of single engines, by name.
 
     Raises:
         ValueError: an unknown path, a name twice, arguments for no engine, or two engines that nothing tells apart.
     """
     found: dict[str, Spec] = {}
     for text in paths.split(","):
-        label, separator, rest = text.strip().rpartition("=")
-        path, _, backend = rest.partition(":")
-        name = label if separator else rest
-        chosen = next((known for known in TOGETHER if known == path), None)
-        if chosen is None or not NAME.fullmatch(name):
-            raise ValueError(f"paths {text!r}: must be [NAME=]PATH[:BACKEND] with a path of {', '.join(TOGETHER)}")
+        name, one = _spec(point, text.strip())
         if name in found:
-            raise ValueError(f"paths: {name!r} is there twice; give one another name: NAME={rest}")
+            raise ValueError(f"paths: {name!r} is there twice; give one another name: NAME=PATH")
         extra = {**point.extra, **extras.get(name, {})}
-        found[name] = Spec(name, replace(point, path=chosen, moe_backend=backend or point.moe_backend, extra=extra))
-    if unknown := sorted(extras.keys() - found.keys()):
-        raise ValueError(f"extra-of {unknown[0]!r}: no engine of this name; there are {', '.join(found)}")
-    seen: dict[object, str] = {}
-    for name, spec in found.items():
-        if (other := seen.setdefault(tuple(spec.point.row().items()), name)) != name:
-            raise ValueError(f"paths: nothing in their rows would tell {other!r} and {name!r} apart")
+        spec = speculation.get(name, one.spec)
+        alphabet = one.alphabet or (SPEC_ALPHABET if spec == "synthetic" else 0)
+        one = replace(one, extra=extra, slots=slots.get(name, one.slots), spec=spec, alphabet=alphabet)
+        found[name] = Spec(name, one)
+    named: dict[str, Mapping[str, object]] = {"extra-of": extras, "slots-of": slots, "spec-of": speculation}
+    for option, names in named.items():
+        if unknown := sorted(names.keys() - found.keys()):
+            raise ValueError(f"{option} {unknown[0]!r}: no engine of this name; there are {', '.join(found)}")
+    _tell_apart(list(found.values()))
     return list(found.values())
+
+
+def _spec(point: Point, text: str) -> tuple[str, Point]:
+    """Name and point of one engine as it is written."""
+    label, separator, rest = text.rpartition("=")
+    engine, _, via = rest.partition("@")
+    path, _, backend = engine.partition(":")
+    name = label if separator else rest
+    chosen = next((known for known in TOGETHER if known == path), None)
+    if chosen is None or via != "http" * ("@" in rest) or not NAME.fullmatch(name):
+        raise ValueError(f"paths {text!r}: must be [NAME=]PATH[:BACKEND][@http] with a path of {', '.join(TOGETHER)}")
+    return name, replace(point, path=chosen, moe_backend=backend or point.moe_backend, via="http" if via else "engine")
+
+
+def _tell_apart(engines: Sequence[Spec]) -> None:
+    rows_like: dict[object, str] = {}
+    files: dict[str, str] = {}
+    for spec in engines:
+        if (other := rows_like.setdefault(tuple(spec.point.row().items()), spec.name)) != spec.name:
+            raise ValueError(f"paths: nothing in their rows would tell {other!r} and {spec.name!r} apart")
+        if (other := files.setdefault(spec.file_name, spec.name)) != spec.name:
+            raise ValueError(f"paths: {other!r} and {spec.name!r} would have one log, {spec.file_name}.log")
 
 
 def turns(engines: Sequence[Spec], jobs: Sequence[Job], rounds: int) -> list[Turn]:

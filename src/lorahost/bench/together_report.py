@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from lorahost.bench import compare
@@ -14,7 +15,8 @@ RATIOS = (("otps_p50", "OTPS"), ("ttft_p50_ms", "TTFT"))
 
 
 def table(engines: Sequence[Spec], jobs: Sequence[Job], found: Sequence[Row]) -> str:
-    """For every job: each engine's figures, and their ratios to the engines without LoRA and of stock vLLM.
+    """For every job: each engine's figures, and their ratios to the engines without LoRA and of stock vLLM, and to
+    those that are also measured through the server.
 
     A ratio is that of the means over the rounds that both have, in brackets the smallest and largest of one round.
     """
@@ -24,7 +26,7 @@ def table(engines: Sequence[Spec], jobs: Sequence[Job], found: Sequence[Row]) ->
         mine = owners(engines, jobs, job)
         sides = {s.name: rows_of(found, s, job) for s in engines if s in mine or s.point.path == "base"}
         sides = {name: side for name, side in sides.items() if side}
-        references = [s.name for s in engines if s.point.path in ("base", "stock") and s.name in sides]
+        references = [s.name for s in engines if s.name in sides and _is_reference(s, engines)]
         head = ["engine", "rounds", "OTPS p50", "TTFT p50 ms", "tok/s"]
         lines = [[*head, *(f"{title} / {name}" for _, title in RATIOS for name in references), "errors"]]
         for name, side in sides.items():
@@ -35,6 +37,12 @@ def table(engines: Sequence[Spec], jobs: Sequence[Job], found: Sequence[Row]) ->
         if sides:
             blocks.append(f"{job}\n\n{markdown(lines)}")
     return "\n\n".join(blocks) or "no rows"
+
+
+def _is_reference(spec: Spec, engines: Sequence[Spec]) -> bool:
+    if spec.point.via == "http":
+        return False
+    return spec.point.path in ("base", "stock") or any(replace(spec.point, via="http") == s.point for s in engines)
 
 
 def _rounds(side: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:

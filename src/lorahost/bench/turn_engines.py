@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lorahost.bench.files import write_whole
@@ -30,7 +30,9 @@ class TimeUpError(RuntimeError):
 class TurnEngine:
     """One engine's process, a group of its own with the workers that it starts."""
 
-    def __init__(self, name: str, line: Sequence[str], folder: Path, log: Path) -> None:
+    def __init__(
+        self, name: str, line: Sequence[str], folder: Path, log: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it.
 
         Args:
@@ -38,6 +40,7 @@ class TurnEngine:
             line: Command line of a process that serves `folder`, see `turns`.
             folder: An empty one.
             log: File that gets its output.
+            environ: Variables beside this process's.
         """
         self.name = name
         self.log = log
@@ -45,7 +48,13 @@ class TurnEngine:
         self._asked = 0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as out:
-            self._process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                line,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(environ or {})},
+            )
 
     @property
     def ready(self) -> bool:
@@ -102,12 +111,3 @@ class TurnEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def stop(engines: Sequence[TurnEngine], seconds: float = STOP_SECONDS) -> None:
-    """Ends all of them; those that don't within `seconds` are killed."""
-    for engine in engines:
-        engine.tell_to_stop()
-    deadline = time.monotonic() + seconds
-    for engine in engines:
-        engine.wait(deadline)

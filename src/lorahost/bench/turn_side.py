@@ -44,13 +44,11 @@ async def answer(
         WrongEngineError: all requests of a repeat failed.
     """
     for load in point.loads:
-        # every adapter is asked at least once, so that its load is not in the figures
-        width = load.concurrency or WARM_WIDTH
+        many = load.concurrency or WARM_WIDTH
         for warm in range(point.warmup):
             for names in [None, [""]] if point.lora else [None]:
-                many = max(width, len(names or point.names))
                 output = min(point.output, WARM_TOKENS)
-                await engine.round(Load(width), many, -1 - warm, names=names, output=output)
+                await engine.round(Load(many), many, -1 - warm, names=names, output=output)
 
     async def act(ask: turns.Ask) -> turns.Json:
         if ask["what"] == "probe":
