@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -58,7 +59,12 @@ def gpu_count() -> int:
 
 def driver_version(path: Path = DRIVER_FILE) -> str | None:
     """The NVIDIA kernel driver's version, or None without one."""
-    match = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text()) if path.is_file() else None
+    text = path.read_text() if path.is_file() else ""
+    if not text and path == DRIVER_FILE and (tool := shutil.which("nvidia-smi")):
+        # a virtual machine may have the devices without the file
+        ask = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        text = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False).stdout
+    match = re.search(r"(\d+\.\d+(\.\d+)?)", text)
     return match.group(1) if match else None
 
 

@@ -187,6 +187,18 @@ def test_the_drivers_version_from_its_file(tmp_path: Path) -> None:
     assert _real_driver_version(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(("answer", "version"), [("580.159.04\n580.159.04", "580.159.04"), ("No devices found", None)])
+def test_without_its_file_the_drivers_tool_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, version: str | None
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(preflight, "DRIVER_FILE", tmp_path / "none")
+    assert _real_driver_version(preflight.DRIVER_FILE) == version
+
+
 _real_driver_version = preflight.driver_version
 
 
