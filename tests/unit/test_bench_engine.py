@@ -122,6 +122,34 @@ def test_the_server_s_importer_takes_the_adapters(tmp_path: Path, name: str) -> 
     assert (found[0] / "adapter_model.safetensors").stat().st_mtime_ns == first
 
 
+FORKED = """
+import os, sys, time, torch
+from pathlib import Path
+from lorahost.bench.shapes import SHAPES
+from lorahost.bench.vllm_026.adapters import make_adapters
+
+torch.set_num_threads(4)
+make_adapters(Path(sys.argv[1]), SHAPES["tiny-gpt-oss"], 2, 512, ("attention", "experts"), 1)
+if child := os.fork():
+    for _ in range(300):
+        done, _ = os.waitpid(child, os.WNOHANG)
+        if done:
+            sys.exit(0)
+        time.sleep(0.1)
+    os.kill(child, 9)
+    sys.exit("the child hangs")
+torch.ones(4_000_000).bfloat16()
+os._exit(0)
+"""
+
+
+def test_a_process_that_made_adapters_can_be_forked(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", sorted(shapes.SHAPES))
 def test_configurations_are_json_of_their_layers(tmp_path: Path, name: str) -> None:
     shapes.write_config(shapes.SHAPES[name], 3, tmp_path)

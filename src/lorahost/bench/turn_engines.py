@@ -96,6 +96,13 @@ class TurnEngine:
         lines = self.log.read_text(errors="replace").splitlines()[-TAIL:]
         return "\n".join([f"engine {self.name} {what}; the end of {self.log}:", *(f"  {line}" for line in lines)])
 
+    def late(self, what: str) -> str:
+        """The story of an engine that is not ready in time: its processes say in the log where they are."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return self.story(what)
+
     def tell_to_stop(self) -> None:
         """Asks it to end when its current answer is through."""
         write_whole(self._folder / "stop", "")

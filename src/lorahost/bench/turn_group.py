@@ -61,7 +61,7 @@ class Group:
                         waiting.discard(name)
                         self._say(f"{name} is ready after {self.seconds:.0f} s")
                     elif self.seconds > self._start_limit:
-                        raise EngineDiedError(self._engines[name].story(f"is not ready after {self.seconds:.0f} s"))
+                        raise EngineDiedError(self._engines[name].late(f"is not ready after {self.seconds:.0f} s"))
                 except EngineDiedError as error:
                     waiting.discard(name)
                     self._lose(name, error)

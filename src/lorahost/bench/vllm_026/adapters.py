@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -36,7 +37,13 @@ def _made(
 ) -> list[Path]:
     if not first.is_file():
         partial = first.with_suffix(".partial")
-        _write(partial, adapter_matrices(shape, layers, rank, targets))
+        # in a process of its own: torch's threads would not survive when vLLM forks this one, and its child would hang
+        matrices = adapter_matrices(shape, layers, rank, targets)
+        writer = multiprocessing.get_context("spawn").Process(target=_write, args=(partial, matrices))
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            raise RuntimeError(f"the process that writes {first} ended with {writer.exitcode}")
         partial.replace(first)
     found = [folder / f"a{i}" for i in range(count)]
     for path in found:

@@ -7,8 +7,10 @@ initialised model: the residual stream stays each token's own, all values are fi
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
+import signal
 import zlib
 from typing import Any
 
@@ -20,7 +22,10 @@ E8M0_BIAS = 127
 
 
 def register() -> None:
-    """Replaces the dummy loader's weights in this process; calling it again changes nothing."""
+    """Replaces the dummy loader's weights in this process; calling it again changes nothing.
+
+    From then on SIGUSR1 makes the process print what each of its threads is doing.
+    """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     stock = DummyModelLoader.load_weights
@@ -31,6 +36,7 @@ def register() -> None:
         stock(self, model, model_config)
         fill(model, spread=os.environ.get("BENCH_WEIGHTS", "spread") == "spread")
 
+    faulthandler.register(signal.SIGUSR1)
     load_weights._lorahost_bench = True  # type: ignore[attr-defined]
     DummyModelLoader.load_weights = load_weights
 
