@@ -144,11 +144,3 @@ def test_every_value_has_its_line(value: Any) -> None:
         assert (shown if not isinstance(here, list | dict) else "[" if isinstance(here, list) else "{") in rows[
             line_of(lines, path) - 1
         ]
-
-
-def test_the_files_in_the_repository_are_good() -> None:
-    found = sorted((ROOT / "tuned_configs").rglob("*.json"))
-    for path in found:
-        file = read(path)
-        assert path.parent.name == file.gpu.replace(" ", "_") or path.stem == file.gpu.replace(" ", "_")
-        assert file.moe or file.dense

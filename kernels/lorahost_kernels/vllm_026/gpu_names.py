@@ -6,6 +6,18 @@ from __future__ import annotations
 GPU_NAMES: dict[str, str | None] = {
     "vllm.platforms.interface:Platform.is_cuda": "self",
     "vllm.utils.import_utils:has_triton_kernels": "",
+    "vllm._custom_ops": None,
+    "vllm._custom_ops:topk_softmax": (
+        "topk_weights topk_ids token_expert_indices gating_output renormalize e_score_correction_bias"
+    ),
+    "vllm._custom_ops:topk_sigmoid": (
+        "topk_weights topk_ids token_expert_indices gating_output renormalize e_score_correction_bias "
+        "routed_scaling_factor"
+    ),
+    "vllm._custom_ops:topk_hash_softplus_sqrt": (
+        "topk_weights topk_indices token_expert_indices gating_output renormalize routed_scaling_factor "
+        "e_score_correction_bias input_tokens hash_indices_table"
+    ),
     "vllm.utils.torch_utils:direct_register_custom_op": (
         "op_name op_func mutates_args fake_impl target_lib dispatch_key tags"
     ),

@@ -91,7 +91,7 @@ def wanted_kernels() -> str:
 
 def register_gpu(wanted: str) -> None:
     """With `on` this package's kernels, until `choose_paths` has checked them; else vLLM's own, for all operations."""
-    from lorahost_kernels.vllm_026 import tp_slices
+    from lorahost_kernels.vllm_026 import router_logits, tp_slices
 
     if wanted == "on" and current_platform.is_cuda():
         from lorahost_kernels.vllm_026 import gpu_punica
@@ -102,7 +102,9 @@ def register_gpu(wanted: str) -> None:
         path, reason = "stock", "these kernels are for NVIDIA GPUs"
     else:
         path, reason = "stock", "LORAHOST_KERNELS=off"
+    # these repair vLLM, with whichever kernels
     tp_slices.apply_patches()
+    router_logits.apply_patches()
     for name in OPERATIONS:
         record(name, path, reason)
 
