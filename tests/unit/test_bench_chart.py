@@ -12,6 +12,8 @@ from lorahost.bench.point import EnginePath, Point
 from lorahost.bench.shapes import SHAPES
 from lorahost.cli import main
 
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
 VALUES: dict[EnginePath, list[float]] = {"base": [200, 210], "stock": [99, 101], "ours": [150], "ours-tuned": [160]}
 
 
@@ -46,11 +48,12 @@ def test_the_chart_has_four_bars_a_panel_and_the_floor(tmp_path: Path) -> None:
     assert "| LoRA, stock vLLM | 100.0 (99.0 to 101.0) | 49% |" in ran.output
 
 
-def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
+def test_the_same_rows_give_the_same_files(tmp_path: Path) -> None:
     file = measured(tmp_path / "rows.csv", "base", "stock")
-    for name in ("a.svg", "b.svg"):
-        assert invoke(file, "--out", tmp_path / name).exit_code == 0
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    for name in ("a", "b"):
+        assert invoke(file, "--out", tmp_path / f"{name}.svg", "--out", tmp_path / f"{name}.png").exit_code == 0
+    for suffix in ("svg", "png"):
+        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
 
 
 def test_what_was_not_measured_is_named_and_has_no_bar(tmp_path: Path) -> None:
@@ -70,12 +73,36 @@ def test_without_the_engine_without_lora_there_is_no_floor_and_no_share(tmp_path
 
 
 @pytest.mark.parametrize("metric", ["otps_p50", "ttft_p50_ms"])
-def test_bars_are_means_with_their_range(tmp_path: Path, metric: str) -> None:
+def test_bars_are_medians_with_their_range(tmp_path: Path, metric: str) -> None:
     found = {bar.path: bar for bar in chart.bars(rows.read(measured(tmp_path / "rows.csv", "base")), metric)}
     low, high = sorted(v if metric == "otps_p50" else 1e5 / v for v in VALUES["base"])
-    assert (found["base"].low, found["base"].high) == pytest.approx((low, high), rel=1e-4)
-    assert found["base"].value == pytest.approx((low + high) / 2, rel=1e-4)
+    figure = found["base"].figure
+    assert (figure.low, figure.high) == pytest.approx((low, high), rel=1e-4)
+    # of an even number, the middle of the two in the middle
+    assert figure.value == pytest.approx((low + high) / 2, rel=1e-4)
     assert not found["stock"].measured
+
+
+def test_a_stalled_round_is_a_bar_s_line_not_its_height(tmp_path: Path) -> None:
+    values = {"base": [20.0, 200.0, 202.0, 204.0], "ours": [150.0, 150.0, 152.0, 152.0]}
+    for number in range(4):
+        for path in ("base", "ours"):
+            write(tmp_path / "rows.csv", (Point(path, alternation=number + 1), [values[path][number]], f"r-{path}"))
+    ran = invoke(tmp_path / "rows.csv", "--out", tmp_path / "a.svg")
+    assert "| no LoRA | 201.0 (20.0 to 204.0) | 100% |" in ran.output
+    assert "default configurations | 151.0 (150.0 to 152.0) | 75% |" in ran.output
+    assert "Bars: median of 4 repeats of 1 engine start each; lines: smallest and largest" in texts(tmp_path / "a.svg")
+    # the bar's line in the drawing goes from the stalled round to the largest
+    [base, *_] = chart.bars(chart.selected(rows.read(tmp_path / "rows.csv"), []), "ttft_p50_ms")
+    assert (base.figure.low, base.figure.high) == pytest.approx((1e5 / 204, 1e5 / 20), rel=1e-4)
+
+
+def test_the_readme_s_chart_is_that_of_the_rows(tmp_path: Path) -> None:
+    assert invoke(RESULTS / "retention_spread.csv", "--out", tmp_path / "a.svg").exit_code == 0
+    assert texts(ROOT / "docs" / "retention.svg") == texts(tmp_path / "a.svg")
+    assert "docs/retention.svg" in (ROOT / "README.md").read_text()
+    assert (ROOT / "docs" / "retention.svg").stat().st_size < 60_000
+    assert (ROOT / "docs" / "retention.png").stat().st_size < 80_000
 
 
 def test_rows_that_are_not_one_point_are_refused(tmp_path: Path) -> None:

@@ -44,6 +44,35 @@ def test_the_interval_follows_the_spread_between_starts_not_the_number_of_repeat
     assert compare.ratio("otps_p50", [[v for run in a for v in run]], [[v * 1.2 for run in a for v in run]]).differs
 
 
+def test_a_median_is_the_middle_and_of_an_even_number_the_middle_of_two(tmp_path: Path) -> None:
+    found = rows.read(write(tmp_path / "a.csv", (Point("ours"), [20, 204, 200, 202], "r1")))
+    assert compare.spread(found, "otps_p50") == compare.Spread(201, 20, 204)
+    assert compare.spread(found[:3], "otps_p50") == compare.Spread(200, 20, 204)
+    assert not compare.spread([], "otps_p50").measured
+    assert compare.spread(found, "tokens_per_step").text() == "-"
+
+
+def test_medians_are_compared_over_the_rounds_that_both_have(tmp_path: Path) -> None:
+    def side(name: str, *values: list[float]) -> list[rows.Row]:
+        steps = ((Point("ours", alternation=i), value, name) for i, value in enumerate(values, 1))
+        return rows.read(write(tmp_path / f"{name}.csv", *steps))
+
+    stalled = side("a", [10, 98], [100, 102], [400])
+    found = compare.over_rounds("otps_p50", side("b", [50, 51], [52, 53]), stalled)
+    # 51.5 / 99; round by round 50.5 / 54 and 52.5 / 101
+    assert found.value == pytest.approx(51.5 / 99)
+    assert (found.low, found.high) == pytest.approx((52.5 / 101, 50.5 / 54))
+    third = [row for row in stalled if row["alternation"] == "3"]
+    assert not compare.over_rounds("otps_p50", side("c", [1]), third).measured
+
+
+def test_a_stall_shows_in_the_interval_of_means() -> None:
+    found = compare.ratio("otps_p50", [[20.0, 200.0, 202.0, 204.0]], [[150.0, 150.0, 152.0, 152.0]])
+    assert found.value == pytest.approx(604 / 626)
+    assert found.high > 1.5
+    assert found.verdict == "no difference"
+
+
 def test_one_start_is_said() -> None:
     found = compare.ratio("otps_p50", [[100.0, 101.0]], [[200.0, 201.0]])
     assert found.verdict.endswith("(one start)")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lorahost.bench import compare, floor
 from lorahost.bench.loads import Load
-from lorahost.bench.rows import POINT, Row, RowsError, number
+from lorahost.bench.rows import POINT, Row, RowsError
 from lorahost.bench.shapes import SHAPES
 from lorahost.bench.tables import markdown, short
 
 # path, name in tables, label under the bar, colour
 BARS = (
-    ("base", "no LoRA", "no LoRA", "#7f8c8d"),
+    ("base", "no LoRA", "no LoRA", "#6b7677"),
     ("stock", "LoRA, stock vLLM", "LoRA,\nstock vLLM", "#c0504d"),
-    ("ours", "LoRA, lorahost, default configurations", "LoRA,\nlorahost,\ndefaults", "#6fa8dc"),
-    ("ours-tuned", "LoRA, lorahost, tuned configurations", "LoRA,\nlorahost,\ntuned", "#1f5c99"),
+    ("ours", "LoRA, lorahost, default configurations", "LoRA,\nlorahost,\ndefaults", "#3d7fc1"),
+    ("ours-tuned", "LoRA, lorahost, tuned configurations", "LoRA,\nlorahost,\ntuned", "#174a7c"),
 )
 FLOOR_COLOR = "#b8860b"
 PANELS = (("otps_p50", "output tokens per second and request"), ("ttft_p50_ms", "time to first token, ms (median)"))
@@ -27,21 +27,21 @@ PANELS = (("otps_p50", "output tokens per second and request"), ("ttft_p50_ms", 
 
 @dataclass(frozen=True)
 class Bar:
-    """One path's figure: the mean over its repeats, and the smallest and largest of them; NaN if not measured."""
+    """One path's figure over its repeats, and the same over that without LoRA; see `compare.over_rounds`."""
 
     path: str
     name: str
     label: str
     color: str
-    value: float
-    low: float
-    high: float
+    figure: compare.Spread
+    share: compare.Spread
+    repeats: int
     starts: int
 
     @property
     def measured(self) -> bool:
         """Whether there are rows of it."""
-        return not math.isnan(self.value)
+        return self.figure.measured
 
 
 def selected(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
@@ -67,12 +67,14 @@ def selected(rows: Sequence[Row], conditions: Sequence[str]) -> list[Row]:
 def bars(rows: Sequence[Row], metric: str) -> list[Bar]:
     """The four bars of a metric, in their order."""
     found = []
+    base = [row for row in rows if row["path"] == "base"]
     for path, name, label, color in BARS:
         mine = [row for row in rows if row["path"] == path]
-        values = [v for row in mine if not math.isnan(v := number(row, metric))]
-        mean = sum(values) / len(values) if values else math.nan
-        low, high = (min(values), max(values)) if values else (math.nan, math.nan)
-        found.append(Bar(path, name, label, color, mean, low, high, len({row["run"] for row in mine})))
+        backend = next((row["moe_backend"] for row in mine if row["moe_backend"] != "auto"), "")
+        if backend:
+            name, label = f"{name} ({backend})", f"{label},\n{backend}"
+        figure, share = compare.spread(mine, metric), compare.over_rounds(metric, mine, base)
+        found.append(Bar(path, name, label, color, figure, share, len(mine), len({row["run"] for row in mine})))
     return found
 
 
@@ -87,7 +89,7 @@ def otps_floor(rows: Sequence[Row], copy_rate: float = floor.COPY_RATE) -> float
         SHAPES[row["model"]], int(row["layers"]), int(row["rank"]), tuple(row["targets"].split("+")),
         int(row["adapters"]), load.concurrency,
     )  # fmt: skip
-    return floor.otps_limit(base.value, read, copy_rate)
+    return floor.otps_limit(base.figure.value, read, copy_rate)
 
 
 def title(row: Row) -> str:
@@ -130,27 +132,41 @@ def draw(rows: Sequence[Row], targets: Sequence[Path], copy_rate: float = floor.
     if not math.isnan(limit):
         _floor_line(axes[0], limit, copy_rate)
     figure.suptitle(title(rows[0]), fontsize=10)
-    starts = min(bar.starts for bar in bars(rows, "otps_p50") if bar.measured)
-    note = f"Bars: mean of all repeats; lines: smallest and largest; at least {starts} engine starts a bar."
-    figure.supxlabel(f"{note} Per cent: of the engine without LoRA.\n{source(rows)}", fontsize=7, color="#555555")
+    figure.supxlabel(f"{note(rows)}\n{source(rows)}", fontsize=7, color="#555555")
     for path in targets:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
 
 
+def note(rows: Sequence[Row]) -> str:
+    """What bars and lines are."""
+    measured = [bar for bar in bars(rows, "otps_p50") if bar.measured]
+    repeats = _counted({bar.repeats for bar in measured}, "repeat")
+    starts = _counted({bar.starts for bar in measured}, "engine start")
+    bar = f"Bars: median of {repeats} of {starts} each; lines: smallest and largest."
+    return f"{bar} Per cent: of the engine without LoRA."
+
+
+def _counted(counts: Collection[int], what: str) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low if low == high else f'{low} to {high}'} {what}{'' if high == 1 else 's'}"
+
+
 def _panel(axis: Any, found: Sequence[Bar], label: str) -> None:
-    highest = max((bar.high for bar in found if bar.measured), default=1.0)
-    reference = found[0].value
+    highest = max((bar.figure.high for bar in found if bar.measured), default=1.0)
     for place, bar in enumerate(found):
         if not bar.measured:
             axis.text(place, highest * 0.02, "not measured", rotation=90, ha="center", va="bottom", color="#888888")
             continue
-        spread = [[bar.value - bar.low], [bar.high - bar.value]]
-        axis.bar(
-            place, bar.value, 0.62, color=bar.color, yerr=spread, ecolor="#222222", capsize=3, gid=f"bar-{bar.path}"
+        value, low, high = bar.figure.value, bar.figure.low, bar.figure.high
+        spread = [[value - low], [high - value]]
+        axis.bar(place, value, 0.66, color=bar.color, yerr=spread, ecolor="#222222", capsize=3, gid=f"bar-{bar.path}")
+        share = "" if bar.path == "base" or not bar.share.measured else f"\n{bar.share.value:.0%}"
+        # at the bar's foot: above it a long line would carry the label away from its bar
+        foot = highest * 0.02
+        axis.text(
+            place, foot, short(value) + share, ha="center", va="bottom", fontsize=8.5, color="white", weight="bold"
         )
-        share = "" if bar.path == "base" or math.isnan(reference) else f"\n({bar.value / reference:.0%})"
-        axis.text(place, bar.high + highest * 0.015, short(bar.value) + share, ha="center", va="bottom", fontsize=8)
-    axis.set_ylim(0, highest * 1.22)
+    axis.set_ylim(0, highest * 1.14)
     axis.set_xlim(-0.6, len(found) - 0.4)
     axis.set_xticks(range(len(found)), [bar.label for bar in found], fontsize=7.5)
     axis.set_ylabel(label)
@@ -166,16 +182,13 @@ def _floor_line(axis: Any, limit: float, copy_rate: float) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The chart's figures as Markdown; what was not measured is said so."""
+    """The chart's figures as Markdown, in brackets the smallest and largest; what was not measured is said so."""
     lines = [["engine", "OTPS a request", "of no LoRA", "TTFT median, ms", "of no LoRA", "engine starts"]]
     both = [bars(rows, metric) for metric, _ in PANELS]
     for otps, ttft in zip(*both, strict=True):
         cells = [otps.name]
-        for bar, reference in ((otps, both[0][0]), (ttft, both[1][0])):
-            if not bar.measured:
-                cells += ["not measured", "-"]
-            else:
-                share = "-" if math.isnan(reference.value) else f"{bar.value / reference.value:.0%}"
-                cells += [f"{short(bar.value)} ({short(bar.low)} to {short(bar.high)})", share]
+        for bar in (otps, ttft):
+            share = f"{bar.share.value:.0%}" if bar.share.measured else "-"
+            cells += [bar.figure.text() if bar.measured else "not measured", share]
         lines.append([*cells, str(otps.starts)])
     return markdown(lines)

@@ -1,4 +1,4 @@
-"""Ratios of two sets of rows with a bootstrap interval; standard library only."""
+"""Two sets of rows: medians over rounds, or means with a bootstrap interval; standard library only."""
 
 from __future__ import annotations
 
@@ -57,8 +57,60 @@ def runs_of(rows: Sequence[Row], metric: str) -> Runs:
     return list(found.values())
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A figure over repeats or rounds: the median, and the smallest and largest; NaN without any."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is any."""
+        return not math.isnan(self.value)
+
+    def text(self, digits: int | None = None) -> str:
+        """`median (smallest to largest)`, with so many digits after the point or as `short` does; `-` without any."""
+        if not self.measured:
+            return "-"
+        value, low, high = (
+            short(v) if digits is None else f"{v:.{digits}f}" for v in (self.value, self.low, self.high)
+        )
+        return f"{value} ({low} to {high})"
+
+
+NOTHING = Spread(math.nan, math.nan, math.nan)
+
+
+def spread(rows: Sequence[Row], metric: str) -> Spread:
+    """A metric over all rows that have it: one stalled repeat moves the smallest or the largest, not the median."""
+    values = [value for row in rows if not math.isnan(value := number(row, metric))]
+    return Spread(statistics.median(values), min(values), max(values)) if values else NOTHING
+
+
+def rounds(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows by the round in which they were measured."""
+    return groups(rows, ("gpu", "alternation"))
+
+
+def over_rounds(metric: str, rows: Sequence[Row], reference: Sequence[Row]) -> Spread:
+    """Rows over reference: the ratio of medians over the rounds that both have, the smallest and largest of one round.
+
+    In brackets stand ratios within a round, so that a round in which one side stalled stays to be seen.
+    """
+    mine, other = rounds(rows), rounds(reference)
+    both = [(mine[key], other[key]) for key in mine if key in other]
+    both = [(a, b) for a, b in both if spread(a, metric).measured and spread(b, metric).measured]
+    if not both:
+        return NOTHING
+    each = [spread(a, metric).value / spread(b, metric).value for a, b in both]
+    above, below = (spread([row for side in sides for row in side], metric) for sides in zip(*both, strict=True))
+    return Spread(above.value / below.value, min(each), max(each))
+
+
 def ratio(metric: str, a: Runs, b: Runs, seed: int = 0) -> Ratio:
-    """The ratio of means with its 95 % bootstrap interval.
+    """The ratio of means, which one stalled repeat moves and widens, with its 95 % bootstrap interval.
 
     Starts are drawn first and repeats within them, since repeats of one start are more alike than starts. With one
     start on a side the interval knows only the spread of its repeats.

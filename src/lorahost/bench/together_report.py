@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from lorahost.bench import compare
-from lorahost.bench.rows import Row, number
-from lorahost.bench.tables import markdown, short
+from lorahost.bench.rows import Row
+from lorahost.bench.tables import markdown
 from lorahost.bench.together_plan import Job, Spec, owners, rows_of
 
 RATIOS = (("otps_p50", "OTPS"), ("ttft_p50_ms", "TTFT"))
@@ -18,7 +17,8 @@ def table(engines: Sequence[Spec], jobs: Sequence[Job], found: Sequence[Row]) ->
     """For every job: each engine's figures, and their ratios to the engines without LoRA and of stock vLLM, and to
     those that are also measured through the server.
 
-    A ratio is that of the means over the rounds that both have, in brackets the smallest and largest of one round.
+    A figure is the median over all repeats, a ratio that of the medians over the rounds that both have; in brackets
+    are the smallest and largest of one repeat or round.
     """
     blocks = []
     for job in jobs:
@@ -30,10 +30,12 @@ def table(engines: Sequence[Spec], jobs: Sequence[Job], found: Sequence[Row]) ->
         head = ["engine", "rounds", "OTPS p50", "TTFT p50 ms", "tok/s"]
         lines = [[*head, *(f"{title} / {name}" for _, title in RATIOS for name in references), "errors"]]
         for name, side in sides.items():
-            figures = [_mean(side, metric) for metric in ("otps_p50", "ttft_p50_ms", "throughput")]
-            ratios = [_ratio(metric, side, sides[other]) for metric, _ in RATIOS for other in references]
+            figures = [compare.spread(side, metric).text() for metric in ("otps_p50", "ttft_p50_ms", "throughput")]
+            ratios = [
+                compare.over_rounds(metric, side, sides[other]).text(3) for metric, _ in RATIOS for other in references
+            ]
             errors = sum(int(row["errors"]) for row in side)
-            lines.append([name, str(len(_rounds(side))), *figures, *ratios, str(errors)])
+            lines.append([name, str(len(compare.rounds(side))), *figures, *ratios, str(errors)])
         if sides:
             blocks.append(f"{job}\n\n{markdown(lines)}")
     return "\n\n".join(blocks) or "no rows"
@@ -43,27 +45,3 @@ def _is_reference(spec: Spec, engines: Sequence[Spec]) -> bool:
     if spec.point.via == "http":
         return False
     return spec.point.path in ("base", "stock") or any(replace(spec.point, via="http") == s.point for s in engines)
-
-
-def _rounds(side: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    return compare.groups(side, ("gpu", "alternation"))
-
-
-def _values(side: Sequence[Row], metric: str) -> list[float]:
-    return [value for row in side if (value := number(row, metric)) == value]
-
-
-def _mean(side: Sequence[Row], metric: str) -> str:
-    values = _values(side, metric)
-    return short(fmean(values)) if values else "-"
-
-
-def _ratio(metric: str, side: Sequence[Row], reference: Sequence[Row]) -> str:
-    mine, other = _rounds(side), _rounds(reference)
-    pairs = [(_values(mine[key], metric), _values(other[key], metric)) for key in mine if key in other]
-    means = [(fmean(a), fmean(b)) for a, b in pairs if a and b]
-    if not means:
-        return "-"
-    each = [a / b for a, b in means]
-    value = fmean(a for a, _ in means) / fmean(b for _, b in means)
-    return f"{value:.3f} ({min(each):.3f} to {max(each):.3f})"
