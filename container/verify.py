@@ -66,9 +66,9 @@ def engine_version(engine: str) -> Iterator[str]:
 
 def files() -> Iterator[str]:
     """Data files of the wheel."""
-    for package, folder in (("lorahost_kernels", "tuned_configs"), ("lorahost_deploy", "policy_files")):
-        if not any(path.is_file() for path in resources.files(package).joinpath(folder).iterdir()):
-            yield f"the wheel has no {package}/{folder}"
+    for package, pattern in (("lorahost_kernels", "tuned_configs/*/*.json"), ("lorahost_deploy", "policy_files/*")):
+        if not any(path.is_file() for path in Path(str(resources.files(package))).glob(pattern)):
+            yield f"the wheel has no {package}/{pattern}"
 
 
 def compiler() -> Iterator[str]:

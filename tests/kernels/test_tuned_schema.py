@@ -16,8 +16,6 @@ from lorahost_kernels.tuned.lines import ConfigError, line_of, parse
 from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.tiles import tiles
 
-ROOT = Path(__file__).parents[2]
-
 
 def config(d: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = d["moe"][0]["gate_up_shrink"]["config"]

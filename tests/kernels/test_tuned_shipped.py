@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.tuned_engine import CONFIG, H200, SHARED
 from tests.kernels.tuned_files import GPU, saved
 
 from lorahost_kernels import configs
@@ -30,14 +31,8 @@ from lorahost_kernels.tuned.tiles import tiles
 FOLDER = Path(__file__).parents[2] / "tuned_configs"
 FILES = sorted(FOLDER.rglob("*.json"))
 GPT_OSS = FOLDER / "NVIDIA_H200" / "gpt-oss-20b.json"
-SHARED = {GPU: 227 * 1024}
-H200 = Device(GPU, (9, 0), 132, SHARED[GPU])
-CONFIG = {
-    "model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "hidden_size": 2880, "head_dim": 64,
-    "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
-    "vocab_size": 201088,
-}  # fmt: skip
-# operation -> (experts, columns in, columns out of each slice, family, module); gate and up are one interleaved slice
+LIMITS = {GPU: SHARED}  # bytes of shared memory that one program may have
+# layer -> (experts, columns in, columns out of each slice, family, module); gate and up are one interleaved slice
 LAUNCHES: dict[str, tuple[int, int, tuple[int, ...], str, str]] = {
     "gate_up": (32, 2880, (5760,), "moe", ""),
     "down": (32, 2880, (2880,), "moe", ""),
@@ -89,7 +84,7 @@ def test_every_row_can_run_and_pays(path: Path) -> None:
         assert len(rows) == (4 if point in file.moe else 2 * len(file.modules))
         found = {key: tiles(row.config) for key, row in rows.items()}
         block_m = listed(next(iter(found.values())))
-        problems = [legal.problem(c, point.rank, block_m, SHARED[file.gpu]) for c in found.values()]
+        problems = [legal.problem(c, point.rank, block_m, LIMITS[file.gpu]) for c in found.values()]
         assert [p for p in problems if p] == []
         kept = [row.before_us == row.after_us for row in rows.values()]
         # the times are rounded to a hundredth of a microsecond
@@ -209,7 +204,7 @@ def test_batches_beyond_the_last_point_get_the_defaults(tokens: int) -> None:
 def test_an_engine_on_another_gpu_gets_the_defaults(gpu: str) -> None:
     places = [(name, tokens) for name in LAUNCHES for tokens in (1, 16, 64, 1024, 8192)]
     usual = [launched(name, 8, 32, tokens) for name, tokens in places]
-    found = start(CONFIG, 8, device=Device(gpu, (9, 0), 132, SHARED[GPU]), environ={})
+    found = start(CONFIG, 8, device=Device(gpu, (9, 0), 132, SHARED), environ={})
     assert {op["source"] for op in found["operations"].values()} == {"default"}
     assert found["refused"] == []
     assert [launched(name, 8, 32, tokens) for name, tokens in places] == usual

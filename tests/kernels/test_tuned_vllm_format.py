@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kernels.test_tuned_lookup import CONFIG, GPU, H200, moe_launch, start
-from tests.kernels.tuned_files import document, moe_point, saved
+from tests.kernels.test_tuned_lookup import moe_launch
+from tests.kernels.tuned_engine import CONFIG, H200
+from tests.kernels.tuned_files import GPU, document, moe_point, saved
 
 from lorahost_kernels.configs import ExpandConfig, Launch, ShrinkConfig, chooser, default_block_m, work_block_m
 from lorahost_kernels.tuned import active as in_use
 from lorahost_kernels.tuned import legal, vllm_format
 from lorahost_kernels.tuned.shape import KNOWN
+from lorahost_kernels.tuned.start import start
 from lorahost_kernels.tuned.table import Table
 
 SHAPE = KNOWN["gpt-oss-20b"]

@@ -1,4 +1,4 @@
-"""Simulated GPUs for the tuner: cost surfaces whose floor is known, and time that passes only when something is measured."""
+"""Simulated GPUs for the tuner: cost surfaces with a known floor, and time that passes when something is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lorahost tune` and `python -m lorahost_kernels.tune` without a GPU, and whole runs on a simulated one."""
+"""`lorahost tune` and `python -m lorahost_kernels.tune` without a GPU: shapes, arguments, the plan."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from tests.unit.tune_command import run
 
-from lorahost.cli import main as lorahost
 from lorahost_kernels.tune import command
-from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.shape import KNOWN, Module, MoeShape, ShapeError, from_config, sharded
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +48,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 64, "vocab_size": 151936,
     },
 }  # fmt: skip
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(lorahost, ["tune", *arguments])
-    return result.exit_code, result.output
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -160,144 +151,3 @@ def test_the_package_alone_is_enough() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environ
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-class FakeBench:
-    """Everything but the defaults is a tenth faster."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.defaults: dict[str, Any] = {}
-
-    def measure(self, work: Sequence[Any], until: float) -> list[float]:
-        times = []
-        for key, pair in work:
-            self.defaults.setdefault(str(key), pair)
-            times.append(10.0 if self.defaults[str(key)] == pair else 9.0)
-        return times
-
-    def list_time(self, block_m: int | None) -> float:
-        return 0.0
-
-    def turns(self, choices: Sequence[Any]) -> list[list[float]]:
-        return [[20.0 - 2.0 * (i > 0)] * 5 for i in range(len(choices))]
-
-    def halves(self, name: str, pair: Any) -> tuple[float, float]:
-        return 4.0, 5.0
-
-    def right(self, choice: Any) -> bool:
-        return True
-
-
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
-    """A GPU that isn't there; the points that it was asked for."""
-    gpu = pytest.importorskip("lorahost_kernels.tune.gpu")
-    asked: list[Place] = []
-
-    class Lab:
-        def __init__(self, *args: Any) -> None:
-            pass
-
-        def open(self, place: Place) -> FakeBench:
-            asked.append(place)
-            if len(asked) == stop_at:
-                raise KeyboardInterrupt
-            return FakeBench(place)
-
-    stop_at = 3
-    device = gpu.Gpu("NVIDIA Test", 227 * 1024, 60 * 2**20, 800, 90, 4e12)
-    monkeypatch.setattr(gpu, "this_gpu", lambda: device)
-    monkeypatch.setattr(gpu, "Lab", Lab)
-    monkeypatch.setattr(gpu, "provenance", lambda revision: {
-        "driver": "1", "torch": "2", "triton": "3", "git_revision": revision or "r", "date": "2026-11-29", "mix": "m",
-    })  # fmt: skip
-    return asked
-
-
-def test_a_run_is_stopped_goes_on_and_its_file_is_good(tmp_path: Path, simulated: list[Place]) -> None:
-    out = tmp_path / "NVIDIA_Test" / "gpt-oss-20b.json"
-    arguments = ["--model", "gpt-oss-20b", "--sizes", "1,16", "--jobs", "0", "--out", str(out), "--rev", "abc"]
-    with pytest.raises(KeyboardInterrupt):
-        command.main(arguments)
-    assert simulated == [Place("moe", 16), Place("dense", 16), Place("moe", 1)]
-    file = read(out)
-    assert ([p.tokens for p in file.moe], [p.tokens for p in file.dense]) == ([16], [16])
-    state = out.with_name("gpt-oss-20b.json.8x32.state")
-    assert state.exists()
-    code, text = run(*arguments)
-    assert code == 0, text
-    assert simulated[3:] == [Place("moe", 1), Place("dense", 1)]
-    assert "2 points are done by an earlier run" in text
-    assert "moe 8x32 M=1: 20.0 -> 18.0 us, 1.11 x, no list" in text
-    assert "moe (whole)            1.111 x" in text
-    assert "step floor gains at most" in text
-    assert not state.exists()
-    file = read(out)
-    assert ([p.tokens for p in file.moe], [p.tokens for p in file.dense]) == ([1, 16], [1, 16])
-    assert file.gpu == "NVIDIA Test"
-    assert file.runs[0].git_revision == "abc"
-
-
-def test_several_adapters_and_ranks_go_into_one_file(tmp_path: Path, simulated: list[Place]) -> None:
-    out = tmp_path / "x.json"
-    common = ("--model", "gpt-oss-20b", "--jobs", "0", "--out", str(out))
-    assert run(*common, "--sizes", "16", "--adapters", "1", "--families", "moe")[0] == 0
-    simulated.extend([Place("moe", 16)] * 2)  # the third one would be stopped
-    code, text = run(*common, "--sizes", "16,1", "--adapters", "8,1", "--rank", "32,16")
-    assert code == 0, text
-    assert [str(p) for p in simulated[3:7]] == ["moe 8x32 M=16", "moe 8x16 M=16", "moe 1x32 M=16", "moe 1x16 M=16"]
-    assert "gpt-oss-20b: 16 points into" in text
-    assert "1 adapters, rank 16:\n" in text
-    file = read(out)
-    assert [(p.adapters, p.rank, p.tokens) for p in file.moe] == [
-        (a, r, m) for a in (1, 8) for r in (16, 32) for m in (1, 16)
-    ]
-    assert len(file.dense) == 8
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_a_candidate_that_breaks_the_gpu_is_left_out_by_the_next_run(
-    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lorahost_kernels.tune import gpu
-
-    banned: list[list[str]] = []
-
-    class Breaks(gpu.Lab):
-        def __init__(self, *args: Any) -> None:
-            banned.append([*args[-1]])
-
-        def open(self, place: Place) -> Any:
-            if place.tokens == 1 and not banned[-1]:
-                raise gpu.DeviceLostError("down tiles", RuntimeError("CUDA error: an illegal memory access"))
-            return FakeBench(place)
-
-    monkeypatch.setattr(gpu, "Lab", Breaks)
-    out = tmp_path / "x.json"
-    arguments = ["--model", "gpt-oss-20b", "--sizes", "1,16", "--jobs", "0", "--out", str(out)]
-    code, text = run(*arguments)
-    assert code == 3
-    assert "the same command goes on without this candidate" in text
-    assert [p.tokens for p in read(out).moe] == [16]
-    code, text = run(*arguments)
-    assert code == 0, text
-    assert banned == [[], ["down tiles"]]
-    assert [p.tokens for p in read(out).moe] == [1, 16]
-
-
-def test_another_gpus_file_is_refused_before_any_work(tmp_path: Path, simulated: list[Place]) -> None:
-    out = tmp_path / "x.json"
-    out.write_text('{"format": 1}')
-    code, text = run("--model", "gpt-oss-20b", "--out", str(out))
-    assert code == 1
-    assert f"{out}:1: gpu: Field required" in text
-    assert simulated == []
-
-
-def test_a_budget_that_is_too_short_says_what_is_left(tmp_path: Path, simulated: list[Place]) -> None:
-    out = tmp_path / "x.json"
-    code, text = run("--model", "gpt-oss-20b", "--sizes", "16", "--out", str(out), "--budget", "1s", "--jobs", "0")
-    assert code == 0
-    assert "no time for moe 8x32 M=16, dense 8x32 M=16: the same command goes on from there" in text
-    assert not out.exists()

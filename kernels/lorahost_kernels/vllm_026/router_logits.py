@@ -8,6 +8,7 @@ operations get rows without gaps.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ def apply_patches() -> None:
 def packed(name: str) -> Callable[..., Any]:
     """The operation on logits that are copied if they have gaps."""
 
+    @functools.wraps(getattr(ops, name))
     def call(*given: Any, **named: Any) -> Any:
         if "gating_output" in named:
             named["gating_output"] = named["gating_output"].contiguous()
