@@ -28,6 +28,7 @@ from bench.parity_compare import compare, line, row
 LISTED = 10  # log-probabilities that the engine gives
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128]
+PADDED = {"cudagraph_capture_sizes": GRAPHS, "inductor_compile_config": {"force_shape_pad": True}}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ ENGINES = {
     # fewer slots than adapters: they take turns
     "ours-eager": Engine("on", {"enforce_eager": True, "max_loras": 2}),
     "ours-ngram": Engine("on", {"speculative_config": DRAFTS}),
+    # products whose columns are no multiple of 8 are padded for certain, see lorahost_kernels.vllm_026.router_logits
+    "ours-padded": Engine("on", {"compilation_config": PADDED}),
     "ours-marlin": Engine("on", {"moe_backend": "marlin"}, mxfp4_only=True),
     "ours-tp2": Engine("on", {"tensor_parallel_size": 2}, gpus=2),
     # Marlin pads the columns of a rank, see lorahost_kernels.vllm_026.tp_slices

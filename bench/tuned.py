@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from lorahost_kernels import configs
 from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops import layer as ops
 from lorahost_kernels.ops.work_list.launch import build_work_list
-from lorahost_kernels.tune import plan
+from lorahost_kernels.tune import fused, plan
 from lorahost_kernels.tune.compile import Compiler, Pair, Problem, default_jobs, problems
 from lorahost_kernels.tune.gpu import command_output, this_gpu
 from lorahost_kernels.tune.measure import Batch, Workbench
@@ -47,7 +47,13 @@ COLUMNS = (
     "model", "family", "adapters", "rank", "tokens", "default_us", "tuned_us", "noise", "floor_us", "source", "gpu",
     "torch", "date", "git_rev",
 )  # fmt: skip
-RUNS = {"gate_up": ops.gate_up, "down": ops.down, "dense": ops.linear}
+RUNS: dict[str, Callable[..., None]] = {
+    "gate_up": ops.gate_up,
+    "down": ops.down,
+    "dense": ops.linear,
+    "gate_up_fused": fused.gate_up,
+    "down_fused": fused.down,
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ def step(batch: Batch, moe: bool, i: int) -> None:
         routing = build_work_list(routing, batch.slots, block_m) if moe else batch.grouped(block_m)[i]
     for product in batch.products.values():
         a = product.layer(i, routing)
-        RUNS[product.kind](a.y, a.x, a.lora_a, a.lora_b, routing)
+        RUNS[product.kind](*a.operands)
 
 
 def compare(batch: Batch, moe: bool, choosers: Sequence[configs.Chooser | None], floor: float) -> Compared:
@@ -127,7 +133,11 @@ def floor_us(batch: Batch, rate: float) -> float:
         p = product.problem
         k, outs = p.sizes
         total += touched * p.rank * (k * len(outs) + sum(outs)) * 2
-        total += (p.tokens if product.kind != "down" else p.pairs) * k * 2 + 2 * p.pairs * sum(outs) * 2
+        written = p.pairs * sum(outs)
+        if p.fused:
+            # y is read only; the activation halves the columns, the sum leaves one row a token
+            written = written // 2 if p.half == "gate_up" else p.tokens * sum(outs)
+        total += ((p.tokens if p.half != "down" else p.pairs) * k + p.pairs * sum(outs) + written) * 2
     return total / rate * 1e6
 
 
@@ -139,21 +149,25 @@ def groups_of(batch: Batch, i: int) -> int:
     return len(set(keys.flatten().tolist()))
 
 
-def setup(shape: ModelShape, slots: int, against: Path | None) -> Setup:
-    """Every point that the files have for so many slots, the most valuable first."""
+def setup(shape: ModelShape, slots: int, against: Path | None, fused_experts: bool = False) -> Setup:
+    """Every point that the files have for so many slots, the most valuable first.
+
+    fused_experts: the moe_fused points, as an engine with the fused expands takes them; else all others.
+    """
     device = this_device()
-    table, notes = load_table(device, shape, slots, os.environ)
+    table, notes = load_table(device, shape, slots, os.environ, fused_experts)
     for refused in notes["refused"]:
         print("refused:", refused)
     ours = Active(table, device.shared_limit)
     first, second, found = None, ours, keys(table, slots)
     if against is not None:
-        other = Table(device.name, shape, slots)
+        other = Table(device.name, shape, slots, fused_experts)
         other.add_file(read(against), against.name)
         first, second, found = ours, Active(other, device.shared_limit), found & keys(other, slots)
     sizes = sorted({p.tokens for p in found})
     adapters, ranks = [slots], sorted({p.rank for p in found})
-    order = plan.places(shape, sizes, ("moe", "dense"), adapters, ranks) if found else []
+    families = ("moe_fused",) if fused_experts else ("moe", "dense")
+    order = plan.places(shape, sizes, families, adapters, ranks) if found else []
     return Setup([p for p in order if p in found], (first, second))
 
 
@@ -181,10 +195,11 @@ def candidates(shape: ModelShape, s: Setup, shared: int, programs: int) -> Itera
                     ps.points[place.adapters, place.rank, place.tokens].rows
                     for family, ps in chooser.table.families.items() if family == place.family
                 )  # fmt: skip
+                mode = next(iter(rows.values())).mode
                 if problem.moe:
-                    wanted = [moe_rows(problem.moe)[op] for op in problem.operations]
+                    wanted = [moe_rows(problem.moe)[op] for op in problem.operations(mode)]
                 else:
-                    wanted = [dense_row(shape.modules[name], op) for op in problem.operations]
+                    wanted = [dense_row(shape.modules[name], op) for op in problem.operations(mode)]
                 shrink, expand = (rows.get(key) for key in wanted)
                 if isinstance(shrink, configs.ShrinkConfig) and isinstance(expand, configs.ExpandConfig):
                     yield problem, (shrink, expand)
@@ -195,18 +210,23 @@ def main() -> int:
     args = arguments()
     gpu, device = this_gpu(), torch.device("cuda", torch.cuda.current_device())
     compiler = Compiler(args.jobs, gpu.capability)
-    setups = {(n, a): setup(KNOWN[n], a, args.against) for n in args.models for a in args.adapters}
+    setups = {
+        (n, a, f): setup(KNOWN[n], a, args.against, f)
+        for n in args.models
+        for a in args.adapters
+        for f in ((False, True) if "moe_fused" in plan.families_of(KNOWN[n]) else (False,))
+    }
     for s in setups.values():
         s.places[:] = [
             p for p in s.places if (not args.m or p.tokens in args.m) and (not args.ranks or p.rank in args.ranks)
         ]
-    work = [c for (n, _), s in setups.items() for c in candidates(KNOWN[n], s, gpu.shared, gpu.programs)]
+    work = [c for (n, _, _), s in setups.items() for c in candidates(KNOWN[n], s, gpu.shared, gpu.programs)]
     print("compiled {} candidates in {:.0f} s".format(*compiler.compile(work)), flush=True)
     compiler.close()
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     gains: dict[str, list[float]] = {}
     failed: Counter[str] = Counter()
-    for (name, slots), s in setups.items():
+    for (name, slots, _), s in setups.items():
         benches: dict[tuple[str, int], Workbench] = {}
         for place in s.places:
             gc.collect()
@@ -215,7 +235,7 @@ def main() -> int:
             if key not in benches:
                 benches[key] = Workbench(KNOWN[name], place.family, slots, place.rank, device, l2_bytes=gpu.l2)
             batch = benches[key].batch(place.tokens)
-            c = compare(batch, place.family == "moe", s.choosers, floor_us(batch, gpu.rate))
+            c = compare(batch, place.family != "dense", s.choosers, floor_us(batch, gpu.rate))
             wrong = c.claims(args.against is not None)
             failed.update(wrong)
             gains.setdefault(f"{name} {place.family} {slots}x{place.rank}", []).append(c.gain)

@@ -165,3 +165,26 @@ def expand_config(
     # tiles of 64 rows and 4 warps would multiply by pipelined WGMMA with A in registers: 2 warps avoid it
     tiles = max_tiles(pairs, groups, block_m) * slices * cdiv(n, 64)
     return ExpandConfig("list", block_m, 64, ladder(min(tiles / 1000, cdiv(n, 64)), (1, 4, 15)), 2, 4)
+
+
+# Elements of B that a program of expand_topk_sum holds at once: block_n columns of all of a token's experts.
+MOST_TOPK_SUM = 8192
+
+
+def swiglu_config(
+    pairs: int, groups: int, rank: int, n: int, block_m: int | None, programs: int = PROGRAMS
+) -> ExpandConfig:
+    """Default tiles of expand_swiglu to n columns of gate and up together, which block_n counts too."""
+    if block_m is not None:
+        return expand_config(pairs, groups, rank, n, 1, block_m, programs)
+    return ExpandConfig("pair", 16, max(32, min(128, 4096 // block_r(rank))), 1, 4)
+
+
+def topk_sum_elements(block_n: int, topk: int, rank: int) -> int:
+    """Elements of B that a program of expand_topk_sum holds at once."""
+    return block_n * next_pow2(topk) * block_r(rank)
+
+
+def topk_sum_config(topk: int, rank: int) -> ExpandConfig:
+    """Default tiles of expand_topk_sum; always by pairs."""
+    return ExpandConfig("pair", 16, max(16, min(64, MOST_TOPK_SUM // topk_sum_elements(1, topk, rank))), 1, 4)

@@ -9,7 +9,7 @@ from tests.kernels.lora_cases import CASES, DEVICE, DTYPES, TOLERANCE, Case, Inp
 from tests.kernels.test_fused_expand import in_expert_order
 from torch import Tensor
 
-from lorahost_kernels.configs import ExpandConfig
+from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common import naive
 from lorahost_kernels.ops.common.routing import pair_keys
@@ -163,3 +163,14 @@ def test_tiles_that_the_list_does_not_have_are_refused() -> None:
     i.routing = replace(i.routing, work=None)
     with pytest.raises(ValueError, match="needs a work list of block_m=16, have None"):
         check(i, 1, config=LISTS["steps"])
+
+
+@pytest.mark.parametrize("tiles", LISTS)
+def test_the_product_takes_given_tiles(tiles: str) -> None:
+    config = LISTS[tiles]
+    i = grouped(make(replace(MIX, width=2 * 72), DTYPES[0], seed=8), config.block_m)
+    got, before = output(i.y), i.y.clone()
+    want = reference(i, naive.shrink(i.x, i.lora_a, i.routing, False, torch.float64))
+    both = (ShrinkConfig("list", config.block_m, 16, 2, 0, 4, 2), config)
+    layer.gate_up_swiglu(got, i.y, i.x, i.lora_a[0], i.lora_b[0], i.routing, ALPHA, LIMIT, both)
+    compare(got, want, i, before)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops.common import launch, replay
 from lorahost_kernels.tune import compile as compiling
 from lorahost_kernels.tune.compile import Compiler, Pair, Problem
+from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tuned.shape import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +100,9 @@ def test_what_workers_compile_is_found_by_the_launches(tmp_path: Path) -> None:
     done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300, env=environ)
     found = json.loads(done.stdout)
     assert found["problems"] == []
-    assert found["ahead"] >= 6
+    # shrinks and expands of both groupings, one kernel of each candidate at least
+    assert found["ahead"] >= 10
+    assert {"expand_swiglu_kernel", "expand_swiglu_list_kernel", "expand_topk_sum_kernel"} <= set(found["kernels"])
     assert found["launched"] > found["ahead"]
     assert found["more"] == 0
 
@@ -107,7 +111,7 @@ def test_without_workers_nothing_is_compiled_ahead() -> None:
     assert outcomes(Compiler(0)) == {0: "", 1: "", 2: ""}
 
 
-@pytest.mark.parametrize("half", ["gate_up", "down", ""])
+@pytest.mark.parametrize("half", ["gate_up", "down", "", "gate_up fused", "down fused"])
 @pytest.mark.parametrize("mode", ["pair", "list"])
 def test_what_a_worker_compiles_is_what_is_launched(half: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same constants and dtypes as with real tensors, or the cache would have something else."""
@@ -119,20 +123,19 @@ def test_what_a_worker_compiles_is_what_is_launched(half: str, mode: str, monkey
 
     monkeypatch.setattr(replay, "launch", record)
     monkeypatch.setattr(launch, "_choices", {})
-    moe = half != ""
-    p = Problem(
-        KNOWN["qwen3-30b-a3b"].moe if moe else None, half, None if moe else KNOWN["qwen3-32b"].modules["o"], 2, 16, 40
-    )
+    half, _, kind = half.partition(" ")
+    moe, family = half != "", "moe_fused" if kind else "moe" if half else "dense"
+    shape = KNOWN["gpt-oss-20b" if kind else "qwen3-30b-a3b" if moe else "qwen3-32b"]
+    p = compiling.problems(shape, Place(family, 40, 2, 16))[half or "o"]
     pair: Pair = (ShrinkConfig(mode), ExpandConfig(mode))  # type: ignore[arg-type]
     compiling.compile_pair(p, pair)
-    from lorahost_kernels.tune import measure
+    from lorahost_kernels.tune import fused, measure
 
-    shape = KNOWN["qwen3-30b-a3b" if moe else "qwen3-32b"]
     bench = measure.Workbench.__new__(measure.Workbench)
-    bench.shape, bench.family, bench.slots, bench.rank = shape, "moe" if moe else "dense", 2, 16
+    bench.shape, bench.family, bench.slots, bench.rank = shape, family, 2, 16
     bench.device, bench.dtype, bench.l2_bytes, bench.item = torch.device("cpu"), torch.bfloat16, 1, 2
     name = half or "o"
-    x, y = bench.activations(40)[name]
+    x, y, *out = bench.activations(40)[name]
     routing = measure.cases.routing_of(p.moe, 40, 2, 2, bench.device)
     listed = compiling.routing_without_memory(p, 16 if mode == "list" else None).work
     if listed is not None:
@@ -142,10 +145,9 @@ def test_what_a_worker_compiles_is_what_is_launched(half: str, mode: str, monkey
             listed.max_tiles, listed.block_m,
         )  # fmt: skip
     a, b = bench.make_weights()[name]
-    launched = measure.PRODUCTS[half or "dense"][0]
-    launched(y, x, a, b, type(routing)(
-        routing.token_slots, routing.adapter_enabled, routing.num_experts, routing.topk_ids, routing.topk_weights,
-        work=listed,
-    ), configs=pair)  # fmt: skip
+    if kind:
+        routing = fused.by_expert(routing)
+    product = measure.Product(p, [(a, b)], [(x, y, *out)])
+    measure.PRODUCTS[product.kind][0](*product.layer(0, replace(routing, work=listed)).operands, configs=pair)
     assert len(seen) == 4
     assert seen[:2] == seen[2:]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernels.tuned_engine import SHARED
-from tests.kernels.tuned_files import GPU, MODULES, document, moe_point, saved
+from tests.kernels.tuned_files import GPU, MODULES, document, fused_document, fused_point, moe_point, saved
 
 from lorahost_kernels import configs
 from lorahost_kernels.configs import ExpandConfig, Launch, ShrinkConfig, work_block_m
@@ -166,7 +166,18 @@ def points(draw: st.DrawFn, family: str) -> list[dict[str, Any]]:
         rows = {"shrink": {"config": shrink, **times}, "expand": {"config": expand, **times}}
         point: dict[str, Any] = {"run": 0, "adapters": adapters, "rank": rank, "tokens": tokens, **times}
         names = ["gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand"]
-        if family == "moe":
+        if family == "moe_fused":
+            rows |= {"expand_swiglu": rows["expand"], "down_expand": rows["expand"]}
+            if block_m is None:
+                # with ranks up to 16 the largest one is within the limit of expand_topk_sum
+                widths = st.sampled_from([16, 64, 128] if rank <= 16 else [16])
+                config = {"mode": "pair", "block_n": draw(widths), "num_warps": draw(st.sampled_from([1, 2]))}
+                rows["expand_swiglu"] = rows["expand_topk_sum"] = {"config": config, **times}
+            last = "down_expand" if block_m else "expand_topk_sum"
+            names = ["gate_up_shrink", "expand_swiglu", "down_shrink", last]
+            kept = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+            point |= {n: rows.get(n) or rows["shrink"] for n in kept}
+        elif family == "moe":
             kept = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
             point |= {n: rows[n.rpartition("_")[2]] for n in kept}
         else:
@@ -177,31 +188,39 @@ def points(draw: st.DrawFn, family: str) -> list[dict[str, Any]]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    moe=points("moe"), dense=points("dense"), slots=st.sampled_from([1, 3, 8, 16]), rank=st.integers(1, 256),
+    moe=points("moe"), moe_fused=points("moe_fused"), dense=points("dense"), fused=st.booleans(),
+    slots=st.sampled_from([1, 3, 8, 16]), rank=st.integers(1, 256),
     tokens=st.integers(1, 16384), own_list=st.sampled_from(["as asked", None, 16, 32]),
     shared=st.sampled_from([SHARED, 163 * 1024, 99 * 1024]), item=st.sampled_from([2, 4]),
     pad=st.sampled_from([1.0, 1.0667]),
 )  # fmt: skip
 def test_every_lookup_ends_in_tiles_that_can_run(
-    moe: list[dict[str, Any]], dense: list[dict[str, Any]], slots: int, rank: int, tokens: int,
-    own_list: Any, shared: int, item: int, pad: float,
+    moe: list[dict[str, Any]], moe_fused: list[dict[str, Any]], dense: list[dict[str, Any]], fused: bool, slots: int,
+    rank: int, tokens: int, own_list: Any, shared: int, item: int, pad: float,
 ) -> None:  # fmt: skip
-    file = schema.TunedFile.model_validate(document(moe=moe, dense=dense))
-    made = Table(GPU, SHAPE, slots)
+    file = schema.TunedFile.model_validate(document(moe=moe, moe_fused=moe_fused, dense=dense))
+    made = Table(GPU, SHAPE, slots, fused)
     made.add_file(file, "x.json")
     active = in_use.activate(made, shared)
     batches = [
         ("gate_up_shrink", 4, 32, (int(2880 * pad),)), ("gate_up_expand", 4, 32, (int(5760 * pad),)),
         ("down_shrink", 4, 32, (int(2880 * pad),)), ("down_expand", 4, 32, (int(2880 * pad),)),
+        ("expand_swiglu", 4, 32, (int(5760 * pad),)), ("expand_topk_sum", 4, 32, (int(2880 * pad),)),
         ("shrink", 1, 1, (2880,) * 3), ("expand", 1, 1, (4096, 512, 512)), ("shrink", 1, 1, (4096,)),
     ]  # fmt: skip
     for operation, topk, experts, columns in batches:
         pairs, groups = tokens * topk, slots * experts
         block_m = work_block_m(pairs, groups, rank) if own_list == "as asked" else own_list
         launch = Launch(operation, tokens, topk, experts, slots, rank, columns, block_m, item)
+        if operation == "expand_topk_sum" and block_m is not None:
+            assert active.tiles(launch) is None
+            continue
         found = active.tiles(launch)
         assert found is active.tiles(launch)
         if found is not None:
+            assert made.experts == "moe_fused" or operation not in ("expand_swiglu", "expand_topk_sum")
+            if operation == "expand_topk_sum":
+                assert not legal.topk_sum_problem(found, topk, rank)
             assert isinstance(found, ShrinkConfig if operation.endswith("shrink") else ExpandConfig)
             assert not legal.problem(found, rank, block_m, shared, item)
         else:
@@ -210,6 +229,56 @@ def test_every_lookup_ends_in_tiles_that_can_run(
             found = legal.fitted(default, rank, shared, item)
             assert not legal.problem(found, rank, block_m, shared, item)
         assert found.mode == ("pair" if block_m is None else "list")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_engine_takes_fused_rows_and_no_other_does(tmp_path: Path, fused: bool) -> None:
+    made = Table(GPU, SHAPE, 8, fused)
+    made.add_file(schema.read(saved(tmp_path, fused_document())), "x.json")
+    active = in_use.activate(made)
+    # at 512 tokens the plain rows share tiles of 32 rows, the fused ones of 16
+    assert work_block_m(512 * 4, 8 * 32, 32) == (16 if fused else 32)
+    swiglu = moe_launch("expand_swiglu", 512, 16, columns=(5760,))
+    assert (active.tiles(swiglu) is not None) == fused
+    assert (active.tiles(swiglu._replace(tokens=16, block_m=None)) is not None) == fused
+    assert active.tiles(moe_launch("gate_up_expand", 16, None)) == (
+        None if fused else ExpandConfig("pair", 16, 64, 2, 4)
+    )
+    summed = active.tiles(moe_launch("expand_topk_sum", 16, None))
+    assert summed == (ExpandConfig("pair", 16, 32, 1, 2) if fused else None)
+    report = in_use.report()
+    assert report["fused"] == fused
+    families = {op: has["family"] for op, has in report["operations"].items()}
+    assert families == made.operations()
+    assert set(families.values()) == {"moe_fused" if fused else "moe", "dense"}
+    assert ("expand_swiglu" in families, "gate_up_expand" in families) == (fused, not fused)
+
+
+def test_a_fused_engine_without_fused_rows_takes_the_plain_ones(tmp_path: Path) -> None:
+    made = Table(GPU, SHAPE, 8, True)
+    made.add_file(schema.read(saved(tmp_path, document())), "x.json")
+    active = in_use.activate(made)
+    assert work_block_m(512 * 4, 8 * 32, 32) == 32
+    for operation in ("gate_up_shrink", "down_shrink", "down_expand"):
+        assert active.tiles(moe_launch(operation, 512, 32)) is not None
+    assert active.tiles(moe_launch("expand_swiglu", 512, 32, columns=(5760,))) is None
+    assert active.tiles(moe_launch("expand_topk_sum", 16, None)) is None
+    sources = {op: (has["family"], has["source"]) for op, has in in_use.report()["operations"].items()}
+    assert sources == {
+        "gate_up_shrink": ("moe", "exact"), "expand_swiglu": ("moe", "default"), "down_shrink": ("moe", "exact"),
+        "expand_topk_sum": ("moe", "default"), "down_expand": ("moe", "exact"), "shrink": ("dense", "exact"),
+        "expand": ("dense", "exact"),
+    }  # fmt: skip
+
+
+def test_the_sum_over_experts_of_a_larger_rank_keeps_its_limit(tmp_path: Path) -> None:
+    """Rank 24 is served by rank 32's row and pads to as many; the limit is that of the launch."""
+    made = Table(GPU, SHAPE, 8, True)
+    made.add_file(schema.read(saved(tmp_path, fused_document(moe_fused=[fused_point(8, 32, 16, None)]))), "x.json")
+    active = in_use.activate(made)
+    assert active.tiles(moe_launch("expand_topk_sum", 16, None, rank=24)) is not None
+    assert active.tiles(moe_launch("expand_topk_sum", 16, None, rank=64)) is None
+    assert active.tiles(moe_launch("expand_topk_sum", 16, 16)) is None
 
 
 def test_caches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops import layer
-from lorahost_kernels.tune import gpu, measure, plan
+from lorahost_kernels.ops.common.routing import Routing
+from lorahost_kernels.tune import fused, gpu, measure, plan
 from lorahost_kernels.tune.compile import TOO_SLOW, Compiler, Pair, Problem
 from lorahost_kernels.tune.measure import Batch, Workbench, WrongResultError
 from lorahost_kernels.tune.plan import Place
@@ -22,6 +23,8 @@ from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.shape import ModelShape, Module, MoeShape
 
 SHAPE = ModelShape("tiny", MoeShape(4, 2, 32, 16, 2), {"qkv": Module(32, (32, 16, 16)), "o": Module(32, (32,))})
+ONE_SLICE = replace(SHAPE, moe=MoeShape(4, 2, 32, 16, 1))
+FAMILIES = ["moe", "moe_fused", "dense"]
 PAIRS: list[Pair] = [
     (ShrinkConfig("pair", block_k=16, ranks=4), ExpandConfig("pair", block_n=16)),
     (ShrinkConfig("list", 16, 16, 2), ExpandConfig("list", 16, 16)),
@@ -35,14 +38,18 @@ def run_all(calls: Sequence[Callable[[], object]], good: float = 0.0) -> float:
     return float(len(calls))
 
 
-@pytest.fixture(params=["moe", "dense"])
+def shape_of(family: str) -> ModelShape:
+    return ONE_SLICE if family == "moe_fused" else SHAPE
+
+
+@pytest.fixture(params=FAMILIES)
 def batch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Batch:
     monkeypatch.setattr(measure, "CHECK_TOKENS", 10)
     monkeypatch.setattr(measure, "LEAST_CALLS", 2)
     monkeypatch.setattr(measure, "MOST_CALLS", 2)
     monkeypatch.setattr(measure, "quick_us", run_all)
     torch.manual_seed(0)
-    bench = Workbench(SHAPE, request.param, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
+    bench = Workbench(shape_of(request.param), request.param, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
     return bench.batch(3)
 
 
@@ -70,7 +77,8 @@ def test_a_wrong_candidate_is_never_timed(batch: Batch, pair: Pair, monkeypatch:
     kind = batch.products[name].kind
 
     def off_by_a_percent(y: torch.Tensor, *args: object, **kwargs: object) -> None:
-        {"gate_up": layer.gate_up, "dense": layer.linear}[kind](y, *args, **kwargs)  # type: ignore[arg-type]
+        real = {"gate_up": layer.gate_up, "dense": layer.linear, "gate_up_fused": fused.gate_up}[kind]
+        real(y, *args, **kwargs)  # type: ignore[operator]
         y[..., 0] += 0.3
 
     monkeypatch.setitem(measure.PRODUCTS, kind, (off_by_a_percent, *measure.PRODUCTS[kind][1:]))
@@ -81,6 +89,35 @@ def test_a_wrong_candidate_is_never_timed(batch: Batch, pair: Pair, monkeypatch:
     assert bench.measure([((name, None), pair)], math.inf) == [float("inf")]
     assert not bench.right({name: pair})
     assert "dropped" in said[0]
+
+
+@MODES
+@pytest.mark.parametrize("name", ["gate_up", "down"])
+def test_a_fused_expand_that_leaves_a_row_out_is_wrong(name: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("LEAST_CALLS", "MOST_CALLS"):
+        monkeypatch.setattr(measure, limit, 2)
+    torch.manual_seed(0)
+    bench = Workbench(ONE_SLICE, "moe_fused", 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1).batch(3)
+    kind = f"{name}_fused"
+    real = measure.PRODUCTS[kind][0]
+    bench.checks.check(name, pair)
+    bench.checks._good.clear()
+
+    def forgets(out: torch.Tensor, *args: object, **kwargs: object) -> None:
+        kept = out[5].clone()
+        real(out, *args, **kwargs)
+        out[5] = kept
+
+    monkeypatch.setitem(measure.PRODUCTS, kind, (forgets, *measure.PRODUCTS[kind][1:]))
+    with pytest.raises(WrongResultError, match=f"{name}: relative error"):
+        bench.checks.check(name, pair)
+
+
+def test_rows_in_the_order_of_experts() -> None:
+    ids = torch.tensor([[2, 0], [-1, 2], [1, 0]], dtype=torch.int32)
+    routing = fused.by_expert(Routing(torch.zeros(3, dtype=torch.int32), torch.ones(2, dtype=torch.int32), 3, ids))
+    assert routing.pair_rows is not None
+    assert routing.pair_rows.tolist() == [3, 0, -1, 4, 2, 1]
 
 
 class OutOfResources(Exception):  # noqa: N818
@@ -171,7 +208,7 @@ class Graph:
         self.calls = []
 
 
-@pytest.mark.parametrize("family", ["moe", "dense"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_point_is_tuned_from_end_to_end(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Everything but the clock of the GPU is real."""
     for name, value in {"CHECK_TOKENS": 10, "LEAST_CALLS": 2, "MOST_CALLS": 2, "TURNS": 3}.items():
@@ -186,10 +223,11 @@ def test_a_point_is_tuned_from_end_to_end(family: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(measure, "replay_us", spent)
     monkeypatch.setattr(measure, "quick_us", lambda calls, good=0.0: run_all(calls) * random.uniform(0.5, 1.0))
     place = Place(family, 3, 3, 8)
-    bench = Workbench(SHAPE, family, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
+    shape = shape_of(family)
+    bench = Workbench(shape, family, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
     ended = time.monotonic() + 6
     said: list[str] = []
-    tuner = Tuner(lambda p: plan.spaces(SHAPE, p, 227 * 1024, 800), time.monotonic, said.append)
+    tuner = Tuner(lambda p: plan.spaces(shape, p, 227 * 1024, 800), time.monotonic, said.append)
     results: list[Result] = []
     left = tuner.tune(
         [place], lambda p: gpu.GpuBench(bench.batch(p.tokens), Compiler(0), said.append), ended + 3, results.append
@@ -197,5 +235,5 @@ def test_a_point_is_tuned_from_end_to_end(family: str, monkeypatch: pytest.Monke
     assert left == []
     assert results[0].place == place
     run = {"driver": "1", "torch": "2", "triton": "3", "git_revision": "a", "date": "2026-11-29", "mix": "m"}
-    write(tmp_path / "x.json", SHAPE, "GPU", run, results)
+    write(tmp_path / "x.json", shape, "GPU", run, results)
     assert [p.tokens for p in getattr(read(tmp_path / "x.json"), family)] == [3]

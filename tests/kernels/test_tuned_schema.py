@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.tuned_files import document, list_expand, moe_point, row, saved
+from tests.kernels.tuned_files import (
+    PAIR_EXPAND,
+    PAIR_FUSED,
+    document,
+    fused_document,
+    fused_point,
+    list_expand,
+    moe_point,
+    row,
+    saved,
+)
 
 from lorahost_kernels.tuned.lines import ConfigError, line_of, parse
 from lorahost_kernels.tuned.schema import read
@@ -73,11 +83,49 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], object], str, str]] = [
 ]  # fmt: skip
 
 
+FUSED_REFUSED: list[tuple[Callable[[dict[str, Any]], object], str, str]] = [
+    (lambda d: d["moe_fused"][0].update(gate_up_expand=row(PAIR_EXPAND)), "gate_up_expand: Extra inputs",
+     '"gate_up_expand"'),
+    (lambda d: d["moe"][0].update(expand_swiglu=row(PAIR_FUSED)), "expand_swiglu: Extra inputs", '"expand_swiglu"'),
+    (lambda d: d["moe_fused"][0]["expand_swiglu"]["config"].update(steps=2), "steps: Extra inputs", '"steps"'),
+    (lambda d: d["moe_fused"][0].update(down_expand=row(PAIR_EXPAND)),
+     "down_expand.config.mode: Input should be 'list'", '"mode"'),
+    (lambda d: d["moe_fused"][1].update(expand_topk_sum=row(PAIR_FUSED)), "must agree on mode and block_m", "{"),
+    (lambda d: d["moe_fused"][0]["expand_topk_sum"]["config"].update(block_n=128),
+     "block_n=128 for 4 experts a token holds 16384 elements of 8192 at once", '"expand_topk_sum"'),
+    (lambda d: d["moe_fused"].append(fused_point(8, 32, 16, 32)), "tokens=16 is there twice", "{"),
+    (lambda d: d["moe_fused"][0].update(run=1), "run=1, but there are 1 runs", '"run"'),
+    (lambda d: d["experts"].update(slices=2), "moe_fused points need experts of 1 slice", '"moe_fused"'),
+    (lambda d: (d.pop("experts"), d.pop("moe")), "moe points need experts", "{"),
+]  # fmt: skip
+
+
+def test_a_file_may_have_experts_in_both_families(tmp_path: Path) -> None:
+    file = read(saved(tmp_path, fused_document()))
+    assert [len(p.rows()) for p in (*file.moe, *file.moe_fused)] == [4, 4, 4, 4]
+    assert set(file.moe_fused[0].rows()) ^ set(file.moe_fused[1].rows()) == {
+        ("", "expand_topk_sum"), ("", "down_expand"),
+    }  # fmt: skip
+    assert vars(tiles(file.moe_fused[0].rows()["", "expand_swiglu"].config)).items() >= PAIR_FUSED.items()
+
+
+@pytest.mark.parametrize(("change", "message", "line"), FUSED_REFUSED, ids=[m[:40] for _, m, _ in FUSED_REFUSED])
+def test_a_bad_file_with_fused_experts_is_refused_with_its_line(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str, line: str
+) -> None:
+    refused_with_its_line(tmp_path, fused_document(), change, message, line)
+
+
 @pytest.mark.parametrize(("change", "message", "line"), REFUSED, ids=[m[:40] for _, m, _ in REFUSED])
 def test_a_bad_file_is_refused_with_its_line(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str, line: str
 ) -> None:
-    content = document()
+    refused_with_its_line(tmp_path, document(), change, message, line)
+
+
+def refused_with_its_line(
+    tmp_path: Path, content: dict[str, Any], change: Callable[[dict[str, Any]], object], message: str, line: str
+) -> None:
     change(content)
     path = saved(tmp_path, content)
     with pytest.raises(ConfigError) as refused:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from tests.kernels.tuned_simulated import SHAPE, SHARED, Clock, Simulated, spaces_of, tuner
 
+from lorahost_kernels import configs
 from lorahost_kernels.configs import PROGRAMS
 from lorahost_kernels.tune import plan, search, space
 from lorahost_kernels.tune.plan import Place
@@ -18,7 +19,7 @@ from lorahost_kernels.tuned import legal
 from lorahost_kernels.tuned.shape import KNOWN
 
 
-@pytest.mark.parametrize("family", ["moe", "dense"])
+@pytest.mark.parametrize("family", ["moe", "moe_fused", "dense"])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 1024, 8192])
 def test_the_optimum_is_found(family: str, tokens: int) -> None:
     place, clock = Place(family, tokens), Clock()
@@ -128,16 +129,69 @@ def test_a_point_begins_from_the_best_of_the_nearest_one() -> None:
     assert benches[here].measured[1] == (rows["", "gate_up_shrink"].config, rows["", "gate_up_expand"].config)
 
 
+@pytest.mark.parametrize("family", ["moe", "moe_fused"])
 @pytest.mark.parametrize("rank", [8, 32, 64, 256])
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
-def test_candidates_are_legal_and_steps_change_one_field(rank: int, tokens: int) -> None:
-    for s in plan.spaces(SHAPE, Place("moe", tokens, 8, rank), SHARED, PROGRAMS).values():
+def test_candidates_are_legal_and_steps_change_one_field(rank: int, tokens: int, family: str) -> None:
+    for s in plan.spaces(SHAPE, Place(family, tokens, 8, rank), SHARED, PROGRAMS).values():
         for way in space.groupings(s.pairs, s.groups, rank):
             base = s.default(way)
             for name, moved in s.neighbours(base):
                 assert sum(len(space.difference(a, b)) for a, b in zip(base, moved, strict=True)) == 1, name
                 assert not any(legal.problem(c, rank, way, SHARED) for c in moved)
                 assert {c.mode for c in moved} == {base[0].mode}
+
+
+@pytest.mark.parametrize("rank", [8, 32, 64, 256])
+def test_expands_without_a_list_that_take_over_a_step_keep_to_their_launchers(rank: int) -> None:
+    spaces = plan.spaces(SHAPE, Place("moe_fused", 4, 8, rank), SHARED, PROGRAMS)
+    for name, s in spaces.items():
+        base = s.default(None)
+        assert base[1] == (
+            configs.swiglu_config(16, 256, rank, 5760, None) if name == "gate_up" else configs.topk_sum_config(4, rank)
+        )
+        found = {base, *(pair for _, pair in s.neighbours(base))}
+        # two steps from the default as well
+        found |= {pair for once in [*found] for _, pair in s.neighbours(once)}
+        assert {e.steps for _, e in found} == {1}
+        assert len({e.num_warps for _, e in found}) > 1
+        if name == "gate_up":
+            assert min(e.block_n for _, e in found) >= 32
+        else:
+            assert [e for _, e in found if legal.topk_sum_problem(e, 4, rank)] == []
+            assert max(e.block_n for _, e in found) == max(16, min(128, 8192 // (4 * configs.block_r(rank))))
+
+
+def test_a_fused_point_names_what_runs() -> None:
+    clock = Clock()
+    tuned = tuner(clock)[0]
+    place = Place("moe_fused", 64)
+    bench = Simulated(place, spaces_of(place), clock)
+    first = ["gate_up_shrink", "expand_swiglu", "down_shrink"]
+    for way, last in ((None, "expand_topk_sum"), (16, "down_expand")):
+        bench.best_way = way
+        result, _ = tuned.tune_place(place, bench, 1e9)
+        assert result is not None
+        assert result.block_m == way
+        assert [op for _, op in result.rows] == [*first, last]
+        # an earlier run's result is where the next one begins
+        again = tuner(clock)[0]
+        again.learn(result)
+        near = Simulated(Place("moe_fused", 128), spaces_of(Place("moe_fused", 128)), clock)
+        assert again.tune([near.place], lambda _, near=near: near, 1e9, lambda _: None) == []
+        row = result.rows
+        assert (row["", "gate_up_shrink"].config, row["", "expand_swiglu"].config) in near.measured[:6]
+        assert (row["", "down_shrink"].config, row["", last].config) in near.measured[:6]
+
+
+def test_which_families_a_model_has() -> None:
+    assert plan.families_of(SHAPE) == ("moe_fused", "dense")
+    assert plan.families_of(KNOWN["gpt-oss-120b"]) == ("moe_fused", "dense")
+    assert plan.families_of(KNOWN["qwen3-30b-a3b"]) == ("moe", "dense")
+    all_of_them = ("moe", "dense", "moe_fused")
+    assert [p.family for p in plan.places(SHAPE, (1,), all_of_them)] == ["moe", "dense", "moe_fused"]
+    assert [p.family for p in plan.places(KNOWN["qwen3-30b-a3b"], (1,), all_of_them)] == ["moe", "dense"]
+    assert [p.family for p in plan.places(KNOWN["qwen3-32b"], (1,), all_of_them)] == ["dense"]
 
 
 def test_a_smaller_gpu_has_fewer_candidates() -> None:

@@ -213,7 +213,7 @@ def test_an_engine_on_another_gpu_gets_the_defaults(gpu: str) -> None:
 @pytest.mark.parametrize("rank", [16, 32])
 @pytest.mark.parametrize("tokens", [1024, 8192])
 def test_the_expand_with_the_activation_keeps_default_tiles_on_the_tuned_work_list(rank: int, tokens: int) -> None:
-    start(CONFIG, 8, device=H200, environ={})
+    start(CONFIG, 8, device=H200, environ={}, fused=True)
     block_m = work_block_m(tokens * 4, 8 * 32, rank)
     assert block_m == expected("moe", 8, rank, tokens).gate_up_expand.config.block_m
     index = {"dtype": torch.int32}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.kernels.tuned_engine import A10, CONFIG, H200
-from tests.kernels.tuned_files import GPU, document, saved
+from tests.kernels.tuned_files import GPU, document, fused_document, saved
 
 from lorahost_kernels import configs
 from lorahost_kernels.tuned import active as in_use
@@ -49,6 +49,25 @@ def test_start_finds_the_gpus_files(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len([line for line in lines if line.startswith("lorahost ")]) == 6
     assert "lorahost down_expand: exact, 2 rows, M=16..512, ranks 32 (gpt-oss-20b.json)" in lines
     json.dumps(found)
+
+
+def test_the_log_names_the_family_of_a_fused_engines_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def lines(content: object) -> list[str]:
+        caplog.clear()
+        saved(tmp_path, content)
+        json.dumps(start(CONFIG, 8, device=H200, environ=variables(tmp_path), fused=True))
+        return [r.message for r in caplog.records if r.message.startswith("lorahost ")]
+
+    found = lines(fused_document())
+    assert "lorahost expand_topk_sum: exact, 1 moe_fused rows, M=16..16, ranks 32 (gpt-oss-20b.json)" in found
+    assert "lorahost expand_swiglu: exact, 2 moe_fused rows, M=16..512, ranks 32 (gpt-oss-20b.json)" in found
+    assert "lorahost shrink: exact, 2 rows, M=16..512, ranks 32 (gpt-oss-20b.json)" in found
+    assert len(found) == 7
+    found = lines(document())
+    assert "lorahost down_expand: exact, 2 moe rows, M=16..512, ranks 32 (gpt-oss-20b.json)" in found
+    [swiglu] = [line for line in found if "expand_swiglu" in line]
+    assert swiglu.startswith("lorahost expand_swiglu: defaults (sm_90, with PDL")
+    assert swiglu.endswith("no moe rows for NVIDIA H200 and this shape")
 
 
 def test_another_gpu_takes_no_rows_and_says_its_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

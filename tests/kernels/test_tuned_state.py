@@ -102,6 +102,30 @@ def test_what_is_written_passes_the_schema_and_a_second_run_adds(tmp_path: Path)
         writer.write(path, SHAPE, "GPU", run, found)
 
 
+def test_fused_points_are_written_read_and_kept_in_the_state(tmp_path: Path) -> None:
+    clock, found = Clock(), []
+    for place in (Place("moe_fused", 16), Place("moe_fused", 1024), Place("moe", 16)):
+        bench = Simulated(place, spaces_of(place), clock)
+        bench.best_way = 16 if place.tokens > 16 else None
+        result, _ = tuner(clock)[0].tune_place(place, bench, 1e9)
+        assert result is not None
+        found.append(result)
+    assert [r.block_m is None for r in found] == [True, False, True]
+    path = tmp_path / "m.json"
+    run = {"driver": "1", "torch": "2", "triton": "3", "git_revision": "a", "date": "2026-11-29", "mix": "m"}
+    writer.write(path, SHAPE, "GPU", run, found)
+    again = {r.place: r for r in writer.results_of(read(path))}
+    for result in found:
+        kept = again[result.place].rows
+        assert {key: row.config for key, row in kept.items()} == {key: row.config for key, row in result.rows.items()}
+    state = State(tmp_path / "x.state", {})
+    for result in found:
+        state.add(result)
+    assert State(tmp_path / "x.state", {}).results == found
+    # an engine's experts are of one family: plain ones are not counted besides
+    assert estimate.table(SHAPE, found, 4.3e12) == estimate.table(SHAPE, found[:2], 4.3e12)
+
+
 def test_estimate_and_summary_say_before_and_after() -> None:
     found = results()
     text = estimate.table(SHAPE, found, 4.3e12)

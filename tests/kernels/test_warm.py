@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops.common.defaults import default_expand, default_shrink
@@ -74,3 +75,53 @@ def test_sizes_that_add_nothing_are_left_out() -> None:
     assert added
     assert len(added) <= 8
     assert any(1025 <= size <= 1066 for size in added)
+
+
+def experts_of_kind(name: str, activation: MoEActivation, slices: int = 1, bases: tuple[type, ...] = ()) -> Any:
+    """A layer of experts with LoRA, as far as warm-up looks at it."""
+    kernel = SimpleNamespace(fused_experts=type(name, bases, {})())
+    moe = SimpleNamespace(activation=activation)
+    return SimpleNamespace(_moe_kernel=kernel, moe_config=moe, w13_lora_a_stacked=(meta(1),) * slices)
+
+
+def test_which_experts_run_the_fused_expands() -> None:
+    oai, swiglu = "UnfusedOAITritonExperts", MoEActivation.SWIGLUOAI
+    derived = experts_of_kind("Mine", swiglu, bases=(type(oai, (), {}),))
+    assert all(map(warm.runs_fused_expands, [experts_of_kind(oai, swiglu), derived]))
+    others = [
+        experts_of_kind("MarlinExperts", swiglu), experts_of_kind(oai, MoEActivation.SILU),
+        experts_of_kind(oai, swiglu, slices=2), *modules(32),
+    ]  # fmt: skip
+    assert not any(map(warm.runs_fused_expands, others))
+
+
+def test_the_class_of_the_fused_experts_has_the_name_that_is_looked_for() -> None:
+    from lorahost_kernels.vllm_026 import oai_experts
+
+    assert oai_experts.Experts.__name__ == "UnfusedOAITritonExperts"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_tuned_table_is_told_what_the_experts_run(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "UnfusedOAITritonExperts" if fused else "MarlinExperts"
+    found = [*modules(32)[1:], experts_of_kind(name, MoEActivation.SWIGLUOAI)]
+
+    class StartedError(Exception):
+        pass
+
+    def start(config: Any, **told: Any) -> None:
+        raise StartedError(told)
+
+    monkeypatch.setattr(warm, "original", lambda module, name: lambda worker: None)
+    monkeypatch.setattr(warm.tuned, "start", start)
+    runner = SimpleNamespace(
+        lora_config=SimpleNamespace(max_loras=SLOTS),
+        lora_manager=SimpleNamespace(_adapter_manager=SimpleNamespace(modules=dict(enumerate(found)))),
+    )
+    worker = SimpleNamespace(
+        model_runner=runner, model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=dict)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )  # fmt: skip
+    with pytest.raises(StartedError) as told:
+        warm.kernel_warmup(worker)
+    assert told.value.args == ({"slots": SLOTS, "tensor_parallel": 2, "fused": fused},)

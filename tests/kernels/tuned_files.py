@@ -12,6 +12,7 @@ MODULES = {"qkv": {"k": 2880, "outs": [4096, 512, 512]}, "o": {"k": 4096, "outs"
 RUN = {"driver": "575.1", "torch": "2.11.0", "triton": "3.6.0", "git_revision": "abc", "date": "2026-11-29", "mix": "m"}
 PAIR_SHRINK = {"mode": "pair", "block_k": 1024, "split_k": 1, "ranks": 2, "num_warps": 4}
 PAIR_EXPAND = {"mode": "pair", "block_n": 64, "steps": 2, "num_warps": 4}
+PAIR_FUSED = {"mode": "pair", "block_n": 32, "num_warps": 2}
 
 
 def list_shrink(block_m: int) -> dict[str, Any]:
@@ -42,6 +43,15 @@ def moe_point(adapters: int, rank: int, tokens: int, block_m: int | None) -> dic
     return {**head(adapters, rank, tokens), **ops}
 
 
+def fused_point(adapters: int, rank: int, tokens: int, block_m: int | None) -> dict[str, Any]:
+    shrink, expand = tiles(block_m)
+    if block_m is None:
+        expand = row(PAIR_FUSED)
+    last = "expand_topk_sum" if block_m is None else "down_expand"
+    ops = {"gate_up_shrink": shrink, "expand_swiglu": expand, "down_shrink": shrink, last: expand}
+    return {**head(adapters, rank, tokens), **ops}
+
+
 def dense_point(adapters: int, rank: int, tokens: int, block_m: int | None) -> dict[str, Any]:
     shrink, expand = tiles(block_m)
     modules = {name: {"shrink": shrink, "expand": expand} for name in MODULES}
@@ -58,6 +68,12 @@ def document(**changes: Any) -> dict[str, Any]:
             } | changes
         )
     )  # fmt: skip
+
+
+def fused_document(**changes: Any) -> dict[str, Any]:
+    """With experts in both families."""
+    points = [fused_point(8, 32, 16, None), fused_point(8, 32, 512, 16)]
+    return document(**{"moe_fused": json.loads(json.dumps(points))} | changes)
 
 
 def saved(folder: Path, content: Any, name: str = "NVIDIA_H200/gpt-oss-20b.json") -> Path:

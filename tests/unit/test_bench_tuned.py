@@ -81,6 +81,23 @@ def test_the_defaults_and_the_tuned_tiles_are_compiled_ahead(folder: Path) -> No
     assert len(work) == 8
 
 
+def test_fused_experts_are_compared_as_an_engine_of_theirs_takes_them(folder: Path) -> None:
+    path = folder / "NVIDIA_H200" / "m.json"
+    content = json.loads(path.read_text())
+    shrink, expand = rows()
+    expand = {**expand, "config": {"mode": "pair", "block_n": 32, "num_warps": 1}}
+    head = {"run": 0, "adapters": 1, "rank": 32, "tokens": 2, "before_us": 9.0, "after_us": 8.0}
+    ops = {"gate_up_shrink": shrink, "expand_swiglu": expand, "down_shrink": shrink, "expand_topk_sum": expand}
+    path.write_text(json.dumps({**content, "moe_fused": [{**head, **ops}]}))
+    assert [str(p) for p in tuned.setup(SHAPE, 1, None).places] == ["moe 1x32 M=1", "dense 1x32 M=1"]
+    found = tuned.setup(SHAPE, 1, None, fused_experts=True)
+    assert [str(p) for p in found.places] == ["moe_fused 1x32 M=2"]
+    work = list(tuned.candidates(SHAPE, found, 227 * 1024, 800))
+    mine = (ShrinkConfig(**SHRINK), ExpandConfig("pair", block_n=32, num_warps=1))
+    assert [(p.half, p.fused) for p, pair in work if pair == mine] == [("gate_up", True), ("down", True)]
+    assert len(work) == 4
+
+
 def test_claims() -> None:
     def claims(default: float, new: float, noise: float = 0.0, floor: float = 1.0, again: bool = False) -> list[str]:
         return tuned.Compared(default, new, noise, floor).claims(again)

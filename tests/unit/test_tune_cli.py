@@ -101,8 +101,27 @@ def test_dry_run_prints_the_plan_and_its_size() -> None:
     assert code == 0, text
     lines = text.splitlines()
     assert lines[0] == "gpt-oss-20b: 8 points, 8 adapters, rank 32, budget 90 s"
-    assert lines[1].startswith("  moe   8x32  M=16")
+    assert lines[1].startswith("  moe_fused 8x32  M=16")
     assert "candidates" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "families"),
+    [
+        ("gpt-oss-20b", (), ["moe_fused", "dense"]),
+        ("gpt-oss-120b", ("--tensor-parallel", "2"), ["moe_fused", "dense"]),
+        ("qwen3-30b-a3b", (), ["moe", "dense"]),
+        ("qwen3-32b", (), ["dense"]),
+        ("gpt-oss-20b", ("--families", "moe", "dense"), ["moe", "dense"]),
+        ("gpt-oss-20b", ("--families", "moe_fused", "moe"), ["moe_fused", "moe"]),
+    ],
+)  # fmt: skip
+def test_dry_run_plans_the_experts_that_the_models_engines_run(
+    model: str, arguments: tuple[str, ...], families: list[str]
+) -> None:
+    code, text = run("--model", model, "--sizes", "16", "--dry-run", *arguments)
+    assert code == 0, text
+    assert [line.split()[0] for line in text.splitlines()[1:-1]] == families
 
 
 def test_without_a_gpu_the_error_is_clear(tmp_path: Path) -> None:
@@ -117,6 +136,10 @@ def test_without_a_gpu_the_error_is_clear(tmp_path: Path) -> None:
     [
         (["--model", "gpt-5"], "'gpt-5' is no file, no directory with a config.json, and none of gpt-oss-20b"),
         (["--model", "qwen3-32b", "--families", "moe", "--dry-run"], "qwen3-32b has no moe operations"),
+        (
+            ["--model", "qwen3-30b-a3b", "--families", "moe_fused", "--dry-run"],
+            "qwen3-30b-a3b has no moe_fused operations",
+        ),
         (["--model", "gpt-oss-20b", "--tensor-parallel", "7"], "can't be split over 7 GPUs"),
         ([], "--model"),
         (["--model", "x", "--budget", "fast"], "'fast' is no time such as 90s, 8m or 1h"),

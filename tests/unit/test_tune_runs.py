@@ -72,21 +72,21 @@ def test_a_run_is_stopped_goes_on_and_its_file_is_good(tmp_path: Path, simulated
     arguments = ["--model", "gpt-oss-20b", "--sizes", "1,16", "--jobs", "0", "--out", str(out), "--rev", "abc"]
     with pytest.raises(KeyboardInterrupt):
         command.main(arguments)
-    assert simulated == [Place("moe", 16), Place("dense", 16), Place("moe", 1)]
+    assert simulated == [Place("moe_fused", 16), Place("dense", 16), Place("moe_fused", 1)]
     file = read(out)
-    assert ([p.tokens for p in file.moe], [p.tokens for p in file.dense]) == ([16], [16])
+    assert ([p.tokens for p in file.moe_fused], [p.tokens for p in file.dense]) == ([16], [16])
     state = out.with_name("gpt-oss-20b.json.8x32.state")
     assert state.exists()
     code, text = run(*arguments)
     assert code == 0, text
-    assert simulated[3:] == [Place("moe", 1), Place("dense", 1)]
+    assert simulated[3:] == [Place("moe_fused", 1), Place("dense", 1)]
     assert "2 points are done by an earlier run" in text
-    assert "moe 8x32 M=1: 20.0 -> 18.0 us, 1.11 x, no list" in text
-    assert "moe (whole)            1.111 x" in text
+    assert "moe_fused 8x32 M=1: 20.0 -> 18.0 us, 1.11 x, no list" in text
+    assert "moe_fused (whole)      1.111 x" in text
     assert "step floor gains at most" in text
     assert not state.exists()
     file = read(out)
-    assert ([p.tokens for p in file.moe], [p.tokens for p in file.dense]) == ([1, 16], [1, 16])
+    assert ([p.tokens for p in file.moe_fused], [p.tokens for p in file.dense]) == ([1, 16], [1, 16])
     assert file.gpu == "NVIDIA Test"
     assert file.runs[0].git_revision == "abc"
 
@@ -94,19 +94,37 @@ def test_a_run_is_stopped_goes_on_and_its_file_is_good(tmp_path: Path, simulated
 def test_several_adapters_and_ranks_go_into_one_file(tmp_path: Path, simulated: list[Place]) -> None:
     out = tmp_path / "x.json"
     common = ("--model", "gpt-oss-20b", "--jobs", "0", "--out", str(out))
-    assert run(*common, "--sizes", "16", "--adapters", "1", "--families", "moe")[0] == 0
-    simulated.extend([Place("moe", 16)] * 2)  # the third one would be stopped
+    assert run(*common, "--sizes", "16", "--adapters", "1", "--families", "moe_fused")[0] == 0
+    simulated.extend([Place("moe_fused", 16)] * 2)  # the third one would be stopped
     code, text = run(*common, "--sizes", "16,1", "--adapters", "8,1", "--rank", "32,16")
     assert code == 0, text
-    assert [str(p) for p in simulated[3:7]] == ["moe 8x32 M=16", "moe 8x16 M=16", "moe 1x32 M=16", "moe 1x16 M=16"]
+    sizes = ("8x32 M=16", "8x16 M=16", "1x32 M=16", "1x16 M=16")
+    assert [str(p) for p in simulated[3:7]] == [f"moe_fused {size}" for size in sizes]
     assert "gpt-oss-20b: 16 points into" in text
     assert "1 adapters, rank 16:\n" in text
     file = read(out)
-    assert [(p.adapters, p.rank, p.tokens) for p in file.moe] == [
+    assert [(p.adapters, p.rank, p.tokens) for p in file.moe_fused] == [
         (a, r, m) for a in (1, 8) for r in (16, 32) for m in (1, 16)
     ]
     assert len(file.dense) == 8
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_file_of_plain_experts_takes_fused_ones_too(tmp_path: Path, simulated: list[Place]) -> None:
+    out = tmp_path / "x.json"
+    common = ("--model", "gpt-oss-20b", "--jobs", "0", "--out", str(out), "--sizes", "16")
+    assert run(*common, "--families", "moe")[0] == 0
+    assert "moe_fused" not in out.read_text()
+    before = read(out).moe
+    simulated.extend([Place("moe_fused", 16)] * 2)  # the third one would be stopped
+    assert run(*common)[0] == 0
+    file = read(out)
+    assert file.moe == before
+    assert [len(p.rows()) for p in (*file.moe_fused, *file.dense)] == [4, 4]
+    code, text = run(*common, "--families", "moe", "moe_fused")
+    assert code == 0, text
+    # a step has one of them: 24 layers of 20 us before and 18 us after
+    assert "16     0.480 ->   0.432" in text
 
 
 def test_a_candidate_that_breaks_the_gpu_is_left_out_by_the_next_run(
@@ -131,11 +149,11 @@ def test_a_candidate_that_breaks_the_gpu_is_left_out_by_the_next_run(
     code, text = run(*arguments)
     assert code == 3
     assert "the same command goes on without this candidate" in text
-    assert [p.tokens for p in read(out).moe] == [16]
+    assert [p.tokens for p in read(out).moe_fused] == [16]
     code, text = run(*arguments)
     assert code == 0, text
     assert banned == [[], ["down tiles"]]
-    assert [p.tokens for p in read(out).moe] == [1, 16]
+    assert [p.tokens for p in read(out).moe_fused] == [1, 16]
 
 
 def test_another_gpus_file_is_refused_before_any_work(tmp_path: Path, simulated: list[Place]) -> None:
@@ -151,5 +169,5 @@ def test_a_budget_that_is_too_short_says_what_is_left(tmp_path: Path, simulated:
     out = tmp_path / "x.json"
     code, text = run("--model", "gpt-oss-20b", "--sizes", "16", "--out", str(out), "--budget", "1s", "--jobs", "0")
     assert code == 0
-    assert "no time for moe 8x32 M=16, dense 8x32 M=16: the same command goes on from there" in text
+    assert "no time for moe_fused 8x32 M=16, dense 8x32 M=16: the same command goes on from there" in text
     assert not out.exists()

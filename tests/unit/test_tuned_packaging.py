@@ -26,7 +26,7 @@ table, notes = load_table(Device("NVIDIA H200", (9, 0), 132, 232448), KNOWN["gpt
 print(lorahost_kernels.__file__)
 print(notes["folder"])
 print(notes["refused"])
-print(*[sum(p.adapters == 8 for p in family.points.values()) for family in table.families.values()])
+print(*[sum(p.adapters == 8 for p in table.families[family].points.values()) for family in ("moe", "dense")])
 """
 
 

@@ -73,15 +73,35 @@ def linear(
 
 
 def gate_up_swiglu(
-    out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float
+    out: Tensor,
+    y: Tensor,
+    x: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    routing: Routing,
+    alpha: float,
+    limit: float,
+    configs: Configs | None = None,
 ) -> None:
     """out (pairs, n) = swiglu(y + B A x), for all pairs, and y stays as it is; see `expand_swiglu`."""
-    expand_swiglu(out, y, gate_up_shrink(x, (lora_a,), routing), lora_b, routing, alpha, limit)
+    shrink_config, expand_config = configs or (None, None)
+    h = gate_up_shrink(x, (lora_a,), routing, shrink_config)
+    expand_swiglu(out, y, h, lora_b, routing, alpha, limit, config=expand_config)
 
 
-def down_topk_sum(out: Tensor, y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, routing: Routing) -> None:
+def down_topk_sum(
+    out: Tensor,
+    y: Tensor,
+    x: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    routing: Routing,
+    configs: Configs | None = None,
+) -> None:
     """out (tokens, hidden) = the sum over experts of y + topk_weight * B A x; see `expand_topk_sum`.
 
     For batches without a work list.
     """
-    expand_topk_sum(out, y, down_shrink(x, (lora_a,), routing), lora_b, routing)
+    shrink_config, expand_config = configs or (None, None)
+    h = down_shrink(x, (lora_a,), routing, shrink_config)
+    expand_topk_sum(out, y, h, lora_b, routing, config=expand_config)

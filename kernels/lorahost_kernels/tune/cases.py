@@ -25,6 +25,17 @@ class Layer:
     lora_a: list[Tensor]
     lora_b: list[Tensor]
     routing: Routing
+    out: Tensor | None = None  # of an expand that takes over the step behind it, else y is the output
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The arguments of its product but for the tiles."""
+        return (*([] if self.out is None else [self.out]), self.y, self.x, self.lora_a, self.lora_b, self.routing)
+
+    @property
+    def result(self) -> Tensor:
+        """What its product writes."""
+        return self.y if self.out is None else self.out
 
 
 def random_weights(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -95,6 +106,22 @@ def routing_of(
     return Routing(token_slots, enabled, shape.experts, ids, weights)
 
 
+def odd_routing(shape: MoeShape | None, tokens: int, slots: int, device: torch.device) -> Routing:
+    """A check's rows: half of them one adapter's on few experts, the others mixed with rows without work."""
+    routing = routing_of(shape, tokens, slots, slots, device, "uniform")
+    half = tokens // 2
+    routing.token_slots[:half] = 0
+    routing.token_slots[half::7] = -1
+    routing.token_slots[half + 1 :: 9] = slots + 3
+    if slots > 2:
+        routing.adapter_enabled[slots - 1] = 0
+    if routing.topk_ids is not None and shape:
+        assert shape.experts >= shape.topk
+        routing.topk_ids[:half] = torch.arange(shape.topk, dtype=torch.int32, device=device)
+        routing.topk_ids[half + 2, 0] = -1
+    return routing
+
+
 def moe_activations(
     shape: MoeShape, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -103,6 +130,16 @@ def moe_activations(
     h, i = shape.hidden, shape.intermediate
     gate_up = torch.randn(tokens, h, **made), torch.randn(tokens, shape.topk, 2 * i, **made)
     return gate_up, (torch.randn(tokens * shape.topk, i, **made), torch.randn(tokens, shape.topk, h, **made))
+
+
+def fused_activations(
+    shape: MoeShape, tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """(x, y, out) of gate_up and of down whose expands take over the step behind them."""
+    made: dict[str, Any] = {"device": device, "dtype": dtype}
+    (x, y), down = moe_activations(shape, tokens, device, dtype)
+    outs = torch.zeros(tokens * shape.topk, shape.intermediate, **made), torch.zeros(tokens, shape.hidden, **made)
+    return (x, y.flatten(0, 1), outs[0]), (*down, outs[1])
 
 
 def dense_activations(module: Module, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

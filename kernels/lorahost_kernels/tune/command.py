@@ -16,7 +16,7 @@ from lorahost_kernels.tuned.load import gpu_key
 from lorahost_kernels.tuned.shape import KNOWN, ModelShape, ShapeError, from_config, sharded
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
-FAMILIES = ("moe", "dense")
+FAMILIES = ("moe", "dense", "moe_fused")
 
 
 def seconds(text: str) -> float:
@@ -96,7 +96,8 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--rank", type=counts(1, 512), default=[32], metavar="N,N", help="ranks of the adapters' slots (32)")
     p.add_argument("--budget", type=seconds, default=480.0, metavar="TIME", help="90s, 8m, 1h (8m)")
     p.add_argument("--sizes", type=batch_sizes, default=batch_sizes("1..8192"), help="tokens, 1,2,4..8192 (1..8192)")
-    p.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="moe, dense (both)")
+    families = "dense, moe, or moe_fused: experts with the fused expands (dense, and moe_fused for gpt-oss, else moe)"
+    p.add_argument("--families", nargs="+", choices=FAMILIES, help=families)
     p.add_argument("--tensor-parallel", type=count(1, 64), default=1, metavar="N", help="GPUs of one engine (1)")
     p.add_argument("--out", type=Path, metavar="FILE", help="the file (tuned_configs/GPU/MODEL.json)")
     p.add_argument("--state", type=Path, metavar="FILE", help="what a stopped run had done (FILE.state)")
@@ -135,9 +136,10 @@ def points(args: argparse.Namespace, shape: ModelShape) -> list[Any]:
     """The points in the order of their value. Raises RefusedError where the model has none."""
     from lorahost_kernels.tune import plan
 
-    todo = plan.places(shape, args.sizes, args.families, args.adapters, args.rank)
+    families = args.families or plan.families_of(shape)
+    todo = plan.places(shape, args.sizes, families, args.adapters, args.rank)
     if not todo:
-        raise RefusedError(f"{shape.name} has no {' or '.join(args.families)} operations")
+        raise RefusedError(f"{shape.name} has no {' or '.join(families)} operations")
     return todo
 
 

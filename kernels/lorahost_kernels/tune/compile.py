@@ -16,10 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
-from lorahost_kernels.configs import ExpandConfig, ShrinkConfig, max_tiles
+from lorahost_kernels.configs import ExpandConfig, Mode, ShrinkConfig, max_tiles
 from lorahost_kernels.ops.common import launch, replay
 from lorahost_kernels.ops.common.routing import Routing, WorkList, slice_columns, unweighted
-from lorahost_kernels.tune.plan import Place
+from lorahost_kernels.ops.expand_swiglu import launch as swiglu_launch
+from lorahost_kernels.ops.expand_topk_sum import launch as topk_sum_launch
+from lorahost_kernels.tune import fused
+from lorahost_kernels.tune.plan import Place, operations
 from lorahost_kernels.tuned.shape import ModelShape, Module, MoeShape
 
 Pair = tuple[ShrinkConfig, ExpandConfig]
@@ -40,11 +43,11 @@ class Problem:
     rank: int
     tokens: int
     dtype: torch.dtype = torch.bfloat16
+    fused: bool = False  # whether the expand takes over the step behind it
 
-    @property
-    def operations(self) -> tuple[str, str]:
+    def operations(self, mode: Mode) -> tuple[str, str]:
         """Names of its shrink and its expand."""
-        return (f"{self.half}_shrink", f"{self.half}_expand") if self.moe else ("shrink", "expand")
+        return operations("moe_fused" if self.fused else "moe" if self.moe else "dense", self.half, mode)
 
     @property
     def pairs(self) -> int:
@@ -69,10 +72,11 @@ class Problem:
 
 def problems(shape: ModelShape, place: Place, dtype: torch.dtype = torch.bfloat16) -> dict[str, Problem]:
     """The products of a point's family."""
-    common = (place.adapters, place.rank, place.tokens, dtype)
-    if place.family == "moe":
-        return {half: Problem(shape.moe, half, None, *common) for half in ("gate_up", "down")}
-    return {name: Problem(None, "", m, *common) for name, m in shape.modules.items()}
+    common = (place.adapters, place.rank, place.tokens)
+    if place.family != "dense":
+        kind = (dtype, place.family == "moe_fused")
+        return {half: Problem(shape.moe, half, None, *common, *kind) for half in ("gate_up", "down")}
+    return {name: Problem(None, "", m, *common, dtype) for name, m in shape.modules.items()}
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -94,6 +98,7 @@ def routing_without_memory(p: Problem, block_m: int | None) -> Routing:
         p.moe.experts if p.moe else 1,
         meta(p.tokens, topk, **index) if p.moe else None,
         meta(p.tokens, topk, dtype=torch.float32) if p.moe else None,
+        meta(p.pairs, **index) if p.fused else None,
         work=work,
     )
 
@@ -116,10 +121,25 @@ def compile_pair(p: Problem, pair: Pair) -> None:
     x = meta(p.pairs if down else p.tokens, k, dtype=p.dtype)
     lead = (p.tokens, p.moe.topk) if p.moe else (p.tokens,)
     y = meta(*lead, sum(outs), dtype=p.dtype)
-    first, second = p.operations
+    first, second = p.operations(shrink.mode)
     h = launch.run_shrink(kernel_of(first), first, x, a, routing, down, shrink)
+    if p.fused:
+        compile_fused(second, y, h, b, routing, expand)
+        return
     routing = routing if down else unweighted(routing)
     launch.run_expand(kernel_of(second), second, y, h, b, routing, slice_columns(b), True, expand)
+
+
+def compile_fused(
+    operation: str, y: Tensor, h: Tensor, b: list[Tensor], routing: Routing, config: ExpandConfig
+) -> None:
+    """Compiles the expand of experts whose rows are in the order of their experts."""
+    if operation == "expand_swiglu":
+        rows = y.flatten(0, 1)
+        fused.gate_up_expand(meta(rows.shape[0], rows.shape[1] // 2, dtype=y.dtype), rows, h, b, routing, config)
+    else:
+        # with a work list the sum behind the expand is torch's
+        fused.down_last(meta(y.shape[0], y.shape[2], dtype=y.dtype), y, h, b, routing, config)
 
 
 def kernel_of(operation: str) -> Any:
@@ -167,7 +187,8 @@ def start_worker(capability: int) -> None:
     """Makes this process one that compiles, without a CUDA context; tensors without memory have no device to ask."""
     torch.set_num_threads(1)
     driver.set_active(CompileOnly(capability))
-    launch.has_pdl = lambda device: capability >= 90  # type: ignore[assignment]
+    for module in (launch, swiglu_launch, topk_sum_launch):
+        module.has_pdl = lambda device: capability >= 90  # type: ignore[attr-defined]
     replay.launch = warm_up
 
 

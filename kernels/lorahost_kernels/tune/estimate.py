@@ -25,6 +25,9 @@ def table(shape: ModelShape, results: Sequence[Result], rate: float) -> str:
     lines = ["tokens   LoRA ms a step        base weights ms   step floor gains at most"]
     for tokens in sorted({r.tokens for r in results}):
         here = [r for r in results if r.tokens == tokens]
+        # an engine's experts are of one family
+        if any(r.family == "moe_fused" for r in here):
+            here = [r for r in here if r.family != "moe"]
         before, after = (shape.layers * sum(getattr(r, n) for r in here) / 1e3 for n in ("before_us", "after_us"))
         base = base_bytes(shape, tokens) / rate * 1e3
         gain = (base + before) / (base + after) - 1

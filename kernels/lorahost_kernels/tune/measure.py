@@ -1,6 +1,6 @@
 """Checks and times candidates on this GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -19,7 +19,7 @@ from lorahost_kernels.ops.gate_up_expand.launch import gate_up_expand
 from lorahost_kernels.ops.gate_up_shrink.launch import gate_up_shrink
 from lorahost_kernels.ops.shrink.launch import shrink
 from lorahost_kernels.ops.work_list.launch import build_work_list
-from lorahost_kernels.tune import cases
+from lorahost_kernels.tune import cases, fused
 from lorahost_kernels.tune.compile import Pair, Problem, problems
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.timing import Call, capture, quick_us, relative_error, replay_us
@@ -30,10 +30,12 @@ CHECK_TOKENS = 96
 LEAST_CALLS, MOST_CALLS = 8, 512  # in a graph
 MOST_WEIGHTS = 16 * 2**30  # bytes
 TURNS = 7
-PRODUCTS = {
+PRODUCTS: dict[str, tuple[Callable[..., None], Callable[..., Tensor], Callable[..., None]]] = {
     "gate_up": (ops.gate_up, gate_up_shrink, gate_up_expand),
     "down": (ops.down, down_shrink, down_expand),
     "dense": (ops.linear, shrink, expand),
+    "gate_up_fused": (fused.gate_up, gate_up_shrink, fused.gate_up_expand),
+    "down_fused": (fused.down, down_shrink, fused.down_last),
 }
 Choice = Mapping[str, Pair]  # product -> tiles
 
@@ -48,17 +50,18 @@ class Product:
 
     problem: Problem
     weights: Sequence[cases.Weights]
-    activations: Sequence[tuple[Tensor, Tensor]]
+    activations: Sequence[tuple[Tensor, ...]]
 
     @property
     def kind(self) -> str:
         """Its key in PRODUCTS."""
-        return self.problem.half if self.problem.moe else "dense"
+        suffix = "_fused" if self.problem.fused else ""
+        return f"{self.problem.half}{suffix}" if self.problem.moe else "dense"
 
     def layer(self, i: int, routing: Routing) -> cases.Layer:
         """The i-th call's operands; weights and activations take turns."""
-        x, y = self.activations[i % len(self.activations)]
-        return cases.Layer(x, y, *self.weights[i % len(self.weights)], routing)
+        x, y, *out = self.activations[i % len(self.activations)]
+        return cases.Layer(x, y, *self.weights[i % len(self.weights)], routing, *out)
 
 
 class Batch:
@@ -82,7 +85,7 @@ class Batch:
         product = self.products[name]
         run = PRODUCTS[product.kind][0]
         return [
-            partial(run, a.y, a.x, a.lora_a, a.lora_b, a.routing, configs=pair)
+            partial(run, *a.operands, configs=pair)
             for a in (product.layer(i, r) for i, r in enumerate(self.grouped(rows_of(pair))))
         ]
 
@@ -104,7 +107,7 @@ class Batch:
         h = run_shrink(layers[0].x, layers[0].lora_a, layers[0].routing, pair[0])
         h.normal_()
         first = [partial(run_shrink, a.x, a.lora_a, a.routing, pair[0]) for a in layers]
-        second = [partial(run_expand, a.y, h, a.lora_b, a.routing, config=pair[1]) for a in layers]
+        second = [partial(run_expand, *outputs(a), h, a.lora_b, a.routing, config=pair[1]) for a in layers]
         return quick_us(first), quick_us(second)
 
     def family_calls(self, choice: Choice) -> list[Call]:
@@ -118,7 +121,7 @@ class Batch:
                 routing = build_work_list(routing, self.slots, block_m)
             for name, product in self.products.items():
                 a = product.layer(i, routing)
-                PRODUCTS[product.kind][0](a.y, a.x, a.lora_a, a.lora_b, routing, configs=choice[name])
+                PRODUCTS[product.kind][0](*a.operands, configs=choice[name])
 
         return [partial(call, i, r) for i, r in enumerate(ready)]
 
@@ -165,6 +168,9 @@ class Checks:
         product = self.products[name]
         if name not in self._bases:
             a = product.layer(0, self.routing)
+            if product.problem.fused and product.problem.half == "down" and self.routing.topk_ids is not None:
+                # torch's sum behind an expand with a list takes all experts of a token
+                a.y[self.routing.topk_ids < 0] = 0
             self._bases[name] = (a, a.y.clone(), reference(product, a, torch.float64))
         a, base, want = self._bases[name]
         a.y.copy_(base)
@@ -172,6 +178,11 @@ class Checks:
         routing = self.routing if rows is None else build_work_list(self.routing, product.problem.slots, rows)
         compare(product, replace(a, routing=routing), pair, torch.float64, name, want)
         self._good.add((name, pair))
+
+
+def outputs(a: cases.Layer) -> tuple[Tensor, ...]:
+    """What an expand writes or adds to."""
+    return (a.y,) if a.out is None else (a.out, a.y)
 
 
 def rows_of(pair: Pair) -> int | None:
@@ -189,6 +200,9 @@ def impossible(failure: Exception) -> bool:
 
 def reference(product: Product, a: cases.Layer, compute: torch.dtype) -> Tensor:
     """The product's output, added to the base output before rounding."""
+    if product.problem.fused:
+        half = product.problem.half
+        return fused.reference(a.y, a.x, a.lora_a, a.lora_b, a.routing, half, compute)
     down = product.kind == "down"
     routing = a.routing if down else unweighted(a.routing)
     y = a.y.to(compute, copy=True)
@@ -202,27 +216,12 @@ def compare(
 ) -> None:
     """Runs a product once and holds it against the reference. Raises WrongResultError above LIMIT."""
     want = reference(product, a, compute) if want is None else want
-    PRODUCTS[product.kind][0](a.y, a.x, a.lora_a, a.lora_b, a.routing, configs=pair)
-    error = relative_error(a.y, want)
+    if a.out is not None:
+        a.out.zero_()
+    PRODUCTS[product.kind][0](*a.operands, configs=pair)
+    error = relative_error(a.result, want)
     if not error < LIMIT:
         raise WrongResultError(f"{what}: relative error {error:.1e}, limit {LIMIT:.0e}, with {pair}")
-
-
-def odd_routing(p: Problem, device: torch.device) -> Routing:
-    """CHECK_TOKENS rows: half of them one adapter's on few experts, the others mixed with rows without work."""
-    experts = p.moe.experts if p.moe else 1
-    routing = cases.routing_of(p.moe, CHECK_TOKENS, p.slots, p.slots, device, "uniform")
-    half = CHECK_TOKENS // 2
-    routing.token_slots[:half] = 0
-    routing.token_slots[half::7] = -1
-    routing.token_slots[half + 1 :: 9] = p.slots + 3
-    if p.slots > 2:
-        routing.adapter_enabled[p.slots - 1] = 0
-    if routing.topk_ids is not None and p.moe:
-        routing.topk_ids[:half] = torch.arange(p.moe.topk, dtype=torch.int32, device=device)
-        routing.topk_ids[half + 2, 0] = -1
-        assert experts >= p.moe.topk
-    return routing
 
 
 class Workbench:
@@ -249,7 +248,7 @@ class Workbench:
     def make_weights(self) -> dict[str, cases.Weights]:
         """One layer's weights by product."""
         made = (self.rank, self.slots, self.device, self.dtype)
-        if self.family == "moe":
+        if self.family != "dense":
             assert self.shape.moe is not None
             return dict(zip(("gate_up", "down"), cases.moe_weights(self.shape.moe, *made), strict=True))
         return {name: cases.dense_weights(m, *made) for name, m in self.shape.modules.items()}
@@ -258,11 +257,12 @@ class Workbench:
         """The products' sizes at a batch size."""
         return problems(self.shape, Place(self.family, tokens, self.slots, self.rank), self.dtype)
 
-    def activations(self, tokens: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """One call's (x, y) by product."""
-        if self.family == "moe":
+    def activations(self, tokens: int) -> dict[str, tuple[Tensor, ...]]:
+        """One call's (x, y), of fused products (x, y, out), by product."""
+        if self.family != "dense":
             assert self.shape.moe is not None
-            made = cases.moe_activations(self.shape.moe, tokens, self.device, self.dtype)
+            make = cases.fused_activations if self.family == "moe_fused" else cases.moe_activations
+            made = make(self.shape.moe, tokens, self.device, self.dtype)
             return dict(zip(("gate_up", "down"), made, strict=True))
         modules = self.shape.modules.items()
         return {name: cases.dense_activations(m, tokens, self.device, self.dtype) for name, m in modules}
@@ -272,7 +272,9 @@ class Workbench:
         problems = self.problems(CHECK_TOKENS)
         inputs = self.activations(CHECK_TOKENS)
         products = {n: Product(p, self.weights[n][:1], [inputs[n]]) for n, p in problems.items()}
-        return Checks(products, odd_routing(next(iter(problems.values())), self.device))
+        moe = None if self.family == "dense" else self.shape.moe
+        routing = cases.odd_routing(moe, CHECK_TOKENS, self.slots, self.device)
+        return Checks(products, fused.by_expert(routing) if self.family == "moe_fused" else routing)
 
     def batch(self, tokens: int) -> Batch:
         """Inputs of as many calls as together touch more than twice the L2, half uniform, half Zipf."""
@@ -280,13 +282,16 @@ class Workbench:
         touched = min(self.touched(p) for p in problems.values())
         calls = max(LEAST_CALLS, min(MOST_CALLS, cdiv(2 * self.l2_bytes, touched)))
         inputs = [self.activations(tokens)]
-        size = min(t.numel() * self.item for pair in inputs[0].values() for t in pair[1:])
+        size = min(y.numel() * self.item for _, y, *_ in inputs[0].values())
         copies = max(1, min(calls, cdiv(2 * self.l2_bytes, size), 16))
         inputs += [self.activations(tokens) for _ in range(copies - 1)]
         products = {n: Product(p, self.weights[n], [i[n] for i in inputs]) for n, p in problems.items()}
-        moe = self.shape.moe if self.family == "moe" else None
+        moe = None if self.family == "dense" else self.shape.moe
         made = (moe, tokens, self.slots, self.slots, self.device)
-        return Batch(products, [cases.routing_of(*made, mix) for mix in cases.mixes(calls)], self.checks)
+        routings = [cases.routing_of(*made, mix) for mix in cases.mixes(calls)]
+        if self.family == "moe_fused":
+            routings = [fused.by_expert(r) for r in routings]
+        return Batch(products, routings, self.checks)
 
     def touched(self, p: Problem) -> int:
         """Bytes of weights that one call reads about."""

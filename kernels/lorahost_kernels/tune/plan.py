@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorahost_kernels.tune.space import Space, groupings
+from lorahost_kernels.configs import Mode
+from lorahost_kernels.tune.space import FusedSpace, Space, groupings
 from lorahost_kernels.tuned.shape import ModelShape
 
 SIZES = tuple(2**i for i in range(14))
@@ -27,6 +28,28 @@ class Place:
         return f"{self.family} {self.adapters}x{self.rank} M={self.tokens}"
 
 
+def families_of(shape: ModelShape) -> tuple[str, ...]:
+    """The families that engines of a model run: experts with gate and up in one tensor have the fused expands."""
+    return ("moe_fused" if shape.moe and shape.moe.interleaved else "moe", "dense")
+
+
+def operations(family: str, half: str, mode: Mode) -> tuple[str, str]:
+    """Names of the shrink and the expand of a product; half: "gate_up" or "down", without meaning for dense layers."""
+    if family == "dense":
+        return "shrink", "expand"
+    expand = f"{half}_expand"
+    if family == "moe_fused":
+        expand = "expand_swiglu" if half == "gate_up" else "down_expand" if mode == "list" else "expand_topk_sum"
+    return f"{half}_shrink", expand
+
+
+def has(shape: ModelShape, family: str) -> bool:
+    """Whether a model has a family's operations."""
+    if family == "dense" or shape.moe is None:
+        return family == "dense" and bool(shape.modules)
+    return family == "moe" or shape.moe.interleaved
+
+
 def places(
     shape: ModelShape,
     sizes: Sequence[int],
@@ -35,7 +58,7 @@ def places(
     ranks: Sequence[int] = (32,),
 ) -> list[Place]:
     """All points, the most valuable first: by size, the experts before the dense layers."""
-    known = [f for f in families if (shape.moe if f == "moe" else shape.modules)]
+    known = [f for f in families if has(shape, f)]
     order = sorted(set(sizes), key=lambda m: (VALUE.index(m) if m in VALUE else len(VALUE), m))
     return [Place(f, m, a, r) for m in order for f in known for a in adapters for r in ranks]
 
@@ -44,11 +67,16 @@ def spaces(shape: ModelShape, place: Place, shared_limit: int, programs: int) ->
     """The candidates of each product of a point's family."""
     slots, rank, tokens = place.adapters, place.rank, place.tokens
     limits = (shared_limit, programs)
-    if place.family == "moe":
+    if place.family != "dense":
         moe = shape.moe
         assert moe is not None
         sizes = (tokens * moe.topk, slots * moe.experts, rank)
         outs = (moe.gate_up_width,) * moe.slices
+        if place.family == "moe_fused":
+            return {
+                "gate_up": FusedSpace(*sizes, moe.hidden, outs, *limits),
+                "down": FusedSpace(*sizes, moe.intermediate, (moe.hidden,), *limits, topk=moe.topk),
+            }
         return {
             "gate_up": Space(*sizes, moe.hidden, outs, *limits),
             "down": Space(*sizes, moe.intermediate, (moe.hidden,), *limits),
@@ -76,7 +104,7 @@ def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_l
         total += STEPS * len(ways) * len(products)
         tried = ", ".join("no list" if w is None else f"{w} rows" for w in ways)
         neighbours = ", ".join(f"{n} {count}" for n, count in steps.items())
-        head = f"{place.family:5} {place.adapters}x{place.rank:<3} M={place.tokens:<5}"
+        head = f"{place.family:9} {place.adapters}x{place.rank:<3} M={place.tokens:<5}"
         lines.append(f"  {head} {tried:32} first steps: {neighbours}")
     lines.append(f"about {total} candidates, {budget_s / max(total, 1) * 1e3:.0f} ms each")
     return "\n".join(lines)

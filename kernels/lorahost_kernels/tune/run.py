@@ -9,7 +9,7 @@ from typing import Protocol
 
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.tune import search
-from lorahost_kernels.tune.plan import Place, allowance
+from lorahost_kernels.tune.plan import Place, allowance, operations
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, groupings, halves_of, merged
 from lorahost_kernels.tune.writer import Result, Row
@@ -59,7 +59,7 @@ class Tuner:
     def learn(self, result: Result) -> None:
         """Takes a result of an earlier run as a start for its neighbours."""
         shrinks = {product_of(key): row.config for key, row in result.rows.items() if key[1].endswith("shrink")}
-        expands = {product_of(key): row.config for key, row in result.rows.items() if key[1].endswith("expand")}
+        expands = {product_of(key): row.config for key, row in result.rows.items() if not key[1].endswith("shrink")}
         for name in shrinks.keys() & expands.keys():
             shrink, expand = shrinks[name], expands[name]
             if isinstance(shrink, ShrinkConfig) and isinstance(expand, ExpandConfig):
@@ -160,9 +160,9 @@ class Tuner:
         for name, pair in taken.items():
             old = bench.halves(name, default[name])
             new = old if pair == default[name] else bench.halves(name, pair)
-            for (half, config), was, now in zip(halves_of(pair), old, new, strict=True):
-                key = ("", f"{name}_{half}") if place.family == "moe" else (name, half)
-                rows[key] = Row(config, was, now)
+            names = operations(place.family, name, pair[0].mode)
+            for op, (_, config), was, now in zip(names, halves_of(pair), old, new, strict=True):
+                rows[name if place.family == "dense" else "", op] = Row(config, was, now)
         return Result(place.family, place.adapters, place.rank, place.tokens, before, after, rows)
 
 
@@ -174,7 +174,8 @@ def distance(a: Place, b: Place) -> float:
 
 def product_of(key: tuple[str, str]) -> str:
     """The product of a row: its module, or the half of the experts."""
-    return key[0] or key[1].rpartition("_")[0]
+    fused = {"expand_swiglu": "gate_up", "expand_topk_sum": "down"}
+    return key[0] or fused.get(key[1]) or key[1].rpartition("_")[0]
 
 
 def summary(result: Result) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from lorahost_kernels.configs import (
     expand_config,
     next_pow2,
     shrink_config,
+    swiglu_config,
+    topk_sum_config,
 )
 from lorahost_kernels.tuned import legal
 
@@ -45,6 +47,8 @@ LADDERS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
         "group": (1, 4),
     },
 }
+# Of expands that take over the step behind them: without a work list they have no steps.
+FUSED_PAIR = {"block_n": (16, 32, 64, 128, 256, 512), "num_warps": (1, 2, 4, 8)}
 MOST_STEPS = 32  # steps of an unrolled loop
 MOST_PARTS_BYTES = 512 * 2**20  # of the partial sums that a shrink may leave
 
@@ -90,7 +94,7 @@ class Space:
         if any(legal.problem(c, self.rank, block_m, self.shared_limit) for c in pair):
             return False
         shrink, expand = pair
-        if not all(legal.fits_registers(c, self.rank) for c in pair):
+        if not all(self.fits(c) for c in pair):
             return False
         chunk = cdiv(self.k, shrink.split_k)
         steps = cdiv(chunk, shrink.block_k)
@@ -104,14 +108,54 @@ class Space:
         sums = self.pairs * len(self.outs) * self.rank * 4 * shrink.split_k > MOST_PARTS_BYTES
         return not (unrolled or wide or deep or many or thin or sums)
 
+    def fits(self, config: Config) -> bool:
+        """Whether a program's tile is of a size worth compiling."""
+        return legal.fits_registers(config, self.rank)
+
+    def ladders(self, half: str, config: Config) -> Mapping[str, tuple[int, ...]]:
+        """The rungs of each field."""
+        return LADDERS[half, config.mode]
+
     def neighbours(self, pair: Pair) -> Iterator[tuple[str, Pair]]:
         """(field, candidate) of every allowed step of one field."""
         for half, config in halves_of(pair):
-            for name, ladder in LADDERS[half, config.mode].items():
+            for name, ladder in self.ladders(half, config).items():
                 for value in rungs(ladder, getattr(config, name)):
                     moved = changed(pair, half, name, value)
                     if self.allowed(moved):
                         yield f"{half}.{name}", moved
+
+
+class FusedSpace(Space):
+    """The candidates of a product of experts whose expand takes over the step behind it.
+
+    topk: experts a token for down, whose expand without a work list holds B of all of them; 0 for gate_up.
+    """
+
+    def __init__(self, *sizes: Any, topk: int = 0) -> None:
+        super().__init__(*sizes)
+        self.topk = topk
+
+    def default(self, block_m: int | None) -> Pair:
+        """See Space."""
+        shrink, expand = super().default(block_m)
+        if self.topk:
+            return shrink, topk_sum_config(self.topk, self.rank) if block_m is None else expand
+        return shrink, swiglu_config(self.pairs, self.groups, self.rank, self.outs[0], block_m, self.programs)
+
+    def fits(self, config: Config) -> bool:
+        """See Space."""
+        if isinstance(config, ShrinkConfig):
+            return super().fits(config)
+        if config.mode == "pair" and self.topk:
+            held = legal.fits_registers(config, self.rank, next_pow2(self.topk))
+            return held and not legal.topk_sum_problem(config, self.topk, self.rank)
+        # narrower tiles of expand_swiglu would be rounded up
+        return (self.topk > 0 or config.block_n >= 32) and super().fits(config)
+
+    def ladders(self, half: str, config: Config) -> Mapping[str, tuple[int, ...]]:
+        """See Space."""
+        return FUSED_PAIR if half == "expand" and config.mode == "pair" else super().ladders(half, config)
 
 
 def halves_of(pair: Pair) -> tuple[tuple[str, Config], tuple[str, Config]]:

@@ -13,16 +13,20 @@ from typing import Any
 from lorahost_kernels.configs import Config, ShrinkConfig
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tuned.lines import ConfigError
-from lorahost_kernels.tuned.schema import FORMAT, TunedFile, read
+from lorahost_kernels.tuned.schema import FORMAT, Point, TunedFile, read
 from lorahost_kernels.tuned.shape import ModelShape
 from lorahost_kernels.tuned.tiles import tiles
 
+FAMILIES = ("moe", "moe_fused", "dense")
 FIELDS = {
     ("shrink", "pair"): ("block_k", "split_k", "ranks", "num_warps"),
     ("shrink", "list"): ("block_m", "block_k", "split_k", "num_warps", "num_stages"),
     ("expand", "pair"): ("block_n", "steps", "num_warps"),
     ("expand", "list"): ("block_m", "block_n", "steps", "num_warps", "num_stages"),
+    ("fused", "pair"): ("block_n", "num_warps"),
+    ("fused", "list"): ("block_m", "block_n", "steps", "num_warps", "num_stages"),
 }
+FUSED = ("expand_swiglu", "expand_topk_sum")
 # Switches are written where they differ from these.
 SWITCHES = {"group": 1, "atomic": False, "prefetch": False, "pdl": True}
 
@@ -62,7 +66,7 @@ class Result:
 
 def results_of(file: TunedFile) -> list[Result]:
     """A file's points, those that were measured last at the end."""
-    found = [("moe", p.run, p) for p in file.moe] + [("dense", p.run, p) for p in file.dense]
+    found: list[tuple[str, Point]] = [(family, p) for family in FAMILIES for p in getattr(file, family)]
     return [
         Result(
             family,
@@ -73,13 +77,13 @@ def results_of(file: TunedFile) -> list[Result]:
             p.after_us,
             {key: Row(tiles(row.config), row.before_us, row.after_us) for key, row in p.rows().items()},
         )
-        for family, _, p in sorted(found, key=lambda f: f[1])
+        for family, p in sorted(found, key=lambda f: f[1].run)
     ]
 
 
-def tiles_json(config: Config) -> dict[str, Any]:
-    """The fields that the mode reads; switches only where they are not as usual."""
-    half = "shrink" if isinstance(config, ShrinkConfig) else "expand"
+def tiles_json(operation: str, config: Config) -> dict[str, Any]:
+    """The fields that the operation reads in its mode; switches only where they are not as usual."""
+    half = "shrink" if isinstance(config, ShrinkConfig) else "fused" if operation in FUSED else "expand"
     out: dict[str, Any] = {"mode": config.mode}
     out |= {name: getattr(config, name) for name in FIELDS[half, config.mode]}
     ignored = ("prefetch",) if config.mode == "pair" else ()
@@ -89,21 +93,21 @@ def tiles_json(config: Config) -> dict[str, Any]:
     return out
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(operation: str, row: Row) -> dict[str, Any]:
     """A row of the file."""
     times = {"before_us": round(row.before_us, 2), "after_us": round(row.after_us, 2)}
-    return {"config": tiles_json(row.config), **times}
+    return {"config": tiles_json(operation, row.config), **times}
 
 
 def point_json(result: Result, run: int) -> dict[str, Any]:
     """A point of the file."""
     head: dict[str, Any] = {"run": run, "adapters": result.adapters, "rank": result.rank, "tokens": result.tokens}
     head |= {"before_us": round(result.before_us, 2), "after_us": round(result.after_us, 2)}
-    if result.family == "moe":
-        return {**head, **{op: row_json(row) for (_, op), row in result.rows.items()}}
+    if result.family != "dense":
+        return {**head, **{op: row_json(op, row) for (_, op), row in result.rows.items()}}
     modules: dict[str, Any] = {}
     for (module, op), row in result.rows.items():
-        modules.setdefault(module, {})[op] = row_json(row)
+        modules.setdefault(module, {})[op] = row_json(op, row)
     return {**head, "modules": modules}
 
 
@@ -128,13 +132,15 @@ def merged(
     runs = [*old.get("runs", [])]
     if run not in runs:
         runs.append(run)
-    for family in ("moe", "dense"):
+    for family in FAMILIES:
         new = [point_json(r, runs.index(run)) for r in results if r.family == family]
         places = {place(p) for p in new}
         kept = [p for p in old.get(family, []) if place(p) not in places]
         out[family] = sorted([*kept, *new], key=place)
-    used = sorted({p["run"] for family in ("moe", "dense") for p in out[family]})
-    for point in (p for family in ("moe", "dense") for p in out[family]):
+    if not out["moe_fused"]:
+        del out["moe_fused"]
+    used = sorted({p["run"] for family in FAMILIES for p in out.get(family, [])})
+    for point in (p for family in FAMILIES for p in out.get(family, [])):
         point["run"] = used.index(point["run"])
     out["runs"] = [runs[i] for i in used]
     return out
@@ -149,7 +155,7 @@ def text(content: Mapping[str, Any]) -> str:
     """JSON with a line for each row, so that errors and changes name one."""
     order = ("format", "gpu", "model", "experts", "modules", "runs")
     lines = [f" {json.dumps(key)}: {json.dumps(content[key])}" for key in order if key in content]
-    for family in ("moe", "dense"):
+    for family in filter(content.__contains__, FAMILIES):
         points = ",\n".join(point_text(p) for p in content[family])
         lines.append(f' "{family}": [\n{points}\n ]' if points else f' "{family}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"

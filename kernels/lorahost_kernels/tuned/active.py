@@ -24,7 +24,7 @@ class Active:
 
     def __init__(self, table: Table, shared_limit: int) -> None:
         self.table, self.shared_limit = table, shared_limit
-        self.lookups = {op: dict.fromkeys(SOURCES, 0) for ops in OPERATIONS.values() for op in ops}
+        self.lookups = {op: dict.fromkeys(SOURCES, 0) for op in table.operations()}
         self._tiles: dict[Launch, Config | None] = {}
         self._blocks: dict[tuple[int, int, int], int | Literal[False] | None] = {}
 
@@ -54,16 +54,16 @@ class Active:
             return False
         point, _ = self.table.families[family].find(self.table.slots, rank, pairs // self.table.topk(family))
         # a list in tiles that one of the rows can't run would leave that operation without its row
-        if point is None or any(self._problem(c, rank, point.block_m, 2) for c in point.rows.values()):
+        if point is None or any(self._problem(op, c, rank, point.block_m, 2) for (op, _), c in point.rows.items()):
             return False
         return point.block_m
 
     def _find_tiles(self, launch: Launch) -> tuple[Config | None, Source]:
-        family: Family = "dense" if launch.operation in OPERATIONS["dense"] else "moe"
+        family: Family = "dense" if launch.operation in OPERATIONS["dense"] else self.table.experts
         moe = self.table.shape.moe
         if launch.slots != self.table.slots or launch.topk != self.table.topk(family):
             return None, "default"
-        if family == "moe" and (moe is None or launch.experts != moe.experts):
+        if family != "dense" and (moe is None or launch.experts != moe.experts):
             return None, "default"
         point, source = self.table.families[family].find(launch.slots, launch.rank, launch.tokens)
         found = point and self._row(point, launch, family)
@@ -73,14 +73,14 @@ class Active:
         shrinks = isinstance(config, ShrinkConfig)
         if shrinks != launch.operation.endswith("shrink"):
             return None, "default"
-        if self._problem(config, launch.rank, launch.block_m, launch.item):
+        if self._problem(launch.operation, config, launch.rank, launch.block_m, launch.item):
             return None, "default"
         return config, source if key[1] == launch.columns else "nearest"
 
     def _row(self, point: TablePoint, launch: Launch, family: Family) -> tuple[RowKey, Config] | None:
         """The point's row for a launch; an expert's columns may be padded."""
         key: RowKey = (launch.operation, launch.columns)
-        if family == "moe":
+        if family != "dense":
             assert self.table.shape.moe is not None
             key = moe_rows(self.table.shape.moe).get(launch.operation, key)
             if len(key[1]) != len(launch.columns) or not all(map(near, key[1], launch.columns)):
@@ -88,8 +88,11 @@ class Active:
         config = point.rows.get(key)
         return None if config is None else (key, config)
 
-    def _problem(self, config: Config, rank: int, block_m: int | None, item: int) -> str:
-        return legal.problem(config, rank, block_m, self.shared_limit, item)
+    def _problem(self, operation: str, config: Config, rank: int, block_m: int | None, item: int) -> str:
+        wrong = legal.problem(config, rank, block_m, self.shared_limit, item)
+        if operation == "expand_topk_sum":
+            wrong = wrong or legal.topk_sum_problem(config, self.table.topk("moe_fused"), rank)
+        return wrong
 
 
 _active: Active | None = None
@@ -114,18 +117,19 @@ def deactivate() -> None:
 def report() -> dict[str, Any]:
     """Where each operation's tiles come from, JSON types only; no operations: no table is active.
 
-    An operation's `source` is that of the engine's slots at any batch size: exact where there are points of just
-    these slots, nearest, or default; `lookups` counts the different launches so far by what they got.
+    An operation's `family` is whose rows it takes, its `source` that of the engine's slots at any batch size: exact
+    where there are points of just these slots, nearest, or default; `lookups` counts the different launches so far by
+    what they got.
     """
     if _active is None:
         return {"active": False, "operations": {}}
     table = _active.table
     operations = {
         op: {**summary(table, family, op), "lookups": dict(_active.lookups[op])}
-        for family, ops in OPERATIONS.items()
-        for op in ops
+        for op, family in table.operations().items()
     }
-    return {"active": True, "gpu": table.gpu, "model": table.shape.name, **_notes, "operations": operations}
+    head = {"active": True, "gpu": table.gpu, "model": table.shape.name, "fused": table.fused}
+    return {**head, **_notes, "operations": operations}
 
 
 def summary(table: Table, family: Family, operation: str) -> dict[str, Any]:
@@ -138,6 +142,7 @@ def summary(table: Table, family: Family, operation: str) -> dict[str, Any]:
     source: Source = "exact" if exact and points.exact_shape else "nearest" if used else "default"
     return {
         "source": source,
+        "family": family,
         "rows": len(used),
         "ranks": sorted({p.rank for p in used}),
         "tokens": sorted({p.tokens for p in used}),

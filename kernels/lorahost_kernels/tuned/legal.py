@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lorahost_kernels.configs import Config, ExpandConfig, ShrinkConfig, block_r
+from lorahost_kernels.configs import MOST_TOPK_SUM, Config, ExpandConfig, ShrinkConfig, block_r, topk_sum_elements
 
 ConfigT = TypeVar("ConfigT", ShrinkConfig, ExpandConfig)
 
@@ -59,14 +59,24 @@ def unsafe(config: Config) -> str:
     return ""
 
 
-def fits_registers(config: Config, rank: int) -> bool:
-    """Whether the tile that a program holds at once is of a size worth compiling."""
+def topk_sum_problem(config: Config, topk: int, rank: int) -> str:
+    """Why expand_topk_sum can't use these tiles, or nothing; the smallest block_n is always allowed."""
+    if isinstance(config, ShrinkConfig) or config.mode != "pair":
+        return f"takes tiles of mode pair, got mode {config.mode}"
+    held = topk_sum_elements(config.block_n, topk, rank)
+    if config.block_n > 16 and held > MOST_TOPK_SUM:
+        return f"block_n={config.block_n} for {topk} experts a token holds {held} elements of {MOST_TOPK_SUM} at once"
+    return ""
+
+
+def fits_registers(config: Config, rank: int, copies: int = 1) -> bool:
+    """Whether the tile that a program holds at once is of a size worth compiling; copies: such tiles at once."""
     threads, r = 32 * config.num_warps, block_r(rank)
     if isinstance(config, ShrinkConfig):
         held = min(config.ranks or r, r) * config.block_k if config.mode == "pair" else config.block_m * r
     else:
         held = config.block_n * r if config.mode == "pair" else config.block_m * (config.block_n + 2 * r)
-    return 2 * threads <= held <= REGISTERS_A_THREAD * threads
+    return 2 * threads <= held * copies <= REGISTERS_A_THREAD * threads
 
 
 def fitted(config: ConfigT, rank: int, shared_limit: int, item: int = 2) -> ConfigT:

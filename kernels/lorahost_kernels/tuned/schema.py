@@ -12,10 +12,19 @@ from pydantic_core import PydanticCustomError
 from lorahost_kernels.tuned import legal
 from lorahost_kernels.tuned.lines import ConfigError, line_of, parse
 from lorahost_kernels.tuned.shape import Module, MoeShape
-from lorahost_kernels.tuned.tiles import ExpandTiles, ShrinkTiles, Strict, tiles
+from lorahost_kernels.tuned.tiles import (
+    ExpandTiles,
+    ListExpand,
+    PairFusedExpand,
+    ShrinkTiles,
+    Strict,
+    SwigluTiles,
+    tiles,
+)
 
 FORMAT = 1
 MOE_OPERATIONS = ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand")
+FUSED_OPERATIONS = ("gate_up_shrink", "expand_swiglu", "down_shrink", "expand_topk_sum", "down_expand")
 DENSE_OPERATIONS = ("shrink", "expand")
 
 
@@ -43,6 +52,27 @@ class ExpandRow(Timed):
     config: ExpandTiles
 
 
+class SwigluRow(Timed):
+    """Tiles of expand_swiglu, and its time alone."""
+
+    config: SwigluTiles
+
+
+class TopkSumRow(Timed):
+    """Tiles of expand_topk_sum, and its time alone."""
+
+    config: PairFusedExpand
+
+
+class ListExpandRow(Timed):
+    """Tiles of an expand on a work list, and its time alone."""
+
+    config: ListExpand
+
+
+Row = ShrinkRow | ExpandRow | SwigluRow | TopkSumRow | ListExpandRow
+
+
 class DenseRows(Strict):
     """The operations of one dense module."""
 
@@ -58,7 +88,7 @@ class Point(Timed):
     rank: Annotated[int, Field(ge=1, le=512)]
     tokens: Annotated[int, Field(ge=1, le=2**20)]
 
-    def rows(self) -> dict[tuple[str, str], ShrinkRow | ExpandRow]:
+    def rows(self) -> dict[tuple[str, str], Row]:
         """(module or nothing, operation) -> row."""
         raise NotImplementedError
 
@@ -89,9 +119,23 @@ class MoePoint(Point):
     down_shrink: ShrinkRow | None = None
     down_expand: ExpandRow | None = None
 
-    def rows(self) -> dict[tuple[str, str], ShrinkRow | ExpandRow]:
+    def rows(self) -> dict[tuple[str, str], Row]:
         """See Point."""
         return {("", op): row for op in MOE_OPERATIONS if (row := getattr(self, op)) is not None}
+
+
+class MoeFusedPoint(Point):
+    """A point of experts whose expands take over the step behind them; without a list down ends in the sum."""
+
+    gate_up_shrink: ShrinkRow | None = None
+    expand_swiglu: SwigluRow | None = None
+    down_shrink: ShrinkRow | None = None
+    expand_topk_sum: TopkSumRow | None = None
+    down_expand: ListExpandRow | None = None
+
+    def rows(self) -> dict[tuple[str, str], Row]:
+        """See Point."""
+        return {("", op): row for op in FUSED_OPERATIONS if (row := getattr(self, op)) is not None}
 
 
 class DensePoint(Point):
@@ -99,7 +143,7 @@ class DensePoint(Point):
 
     modules: dict[str, DenseRows]
 
-    def rows(self) -> dict[tuple[str, str], ShrinkRow | ExpandRow]:
+    def rows(self) -> dict[tuple[str, str], Row]:
         """See Point."""
         return {
             (module, op): row
@@ -155,14 +199,16 @@ class TunedFile(Strict):
     modules: dict[str, Linear] = Field(default_factory=dict)
     runs: list[Run]
     moe: list[MoePoint] = Field(default_factory=list)
+    moe_fused: list[MoeFusedPoint] = Field(default_factory=list)
     dense: list[DensePoint] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def check(self) -> TunedFile:
         """Every point has its run and its shape, and is there once."""
-        if self.moe and self.experts is None:
+        if (self.moe or self.moe_fused) and self.experts is None:
             raise ValueError("moe points need experts")
-        for family, points in (("moe", self.moe), ("dense", self.dense)):
+        self.check_fused()
+        for family, points in (("moe", self.moe), ("moe_fused", self.moe_fused), ("dense", self.dense)):
             seen: set[tuple[int, int, int]] = set()
             for i, p in enumerate(points):
                 if p.run >= len(self.runs):
@@ -177,6 +223,16 @@ class TunedFile(Strict):
             if unknown:
                 raise at(("dense", i, "modules", unknown[0]), f"no module {unknown[0]!r} in the file's modules")
         return self
+
+    def check_fused(self) -> None:
+        """The fused expands are for gate and up in one tensor, and hold B of all of a token's experts."""
+        if self.moe_fused and self.experts and self.experts.slices != 1:
+            raise at(("moe_fused",), "moe_fused points need experts of 1 slice")
+        for i, p in enumerate(self.moe_fused):
+            if p.expand_topk_sum and self.experts:
+                wrong = legal.topk_sum_problem(tiles(p.expand_topk_sum.config), self.experts.topk, p.rank)
+                if wrong:
+                    raise at(("moe_fused", i, "expand_topk_sum"), wrong)
 
     @property
     def moe_shape(self) -> MoeShape | None:

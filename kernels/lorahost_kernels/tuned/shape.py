@@ -25,6 +25,11 @@ class MoeShape:
     slices: int
 
     @property
+    def interleaved(self) -> bool:
+        """Whether gate and up are one tensor, so that the expand can take over the activation."""
+        return self.slices == 1
+
+    @property
     def gate_up_width(self) -> int:
         """Output columns of each slice of gate_up."""
         return 2 * self.intermediate // self.slices

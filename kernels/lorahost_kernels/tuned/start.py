@@ -43,10 +43,10 @@ def this_device() -> Device:
 
 
 def load_table(
-    device: Device, shape: ModelShape, slots: int, environ: Mapping[str, str]
+    device: Device, shape: ModelShape, slots: int, environ: Mapping[str, str], fused: bool = False
 ) -> tuple[Table, dict[str, Any]]:
     """The points for a GPU and a model, and notes: the folders, and the files that were refused and why."""
-    table = Table(device.name, shape, slots)
+    table = Table(device.name, shape, slots, fused)
     where = load.folder(environ)
     notes: dict[str, Any] = {"folder": str(where) if where else "", "refused": []}
     if where and environ.get(load.VARIABLE) and not where.is_dir():
@@ -72,6 +72,7 @@ def start(
     tensor_parallel: int = 1,
     device: Device | None = None,
     environ: Mapping[str, str] | None = None,
+    fused: bool = False,
 ) -> dict[str, Any]:
     """Makes this process use the tuned configurations of its GPU and model; returns `report()`.
 
@@ -84,6 +85,7 @@ def start(
         tensor_parallel: GPUs that share the model's layers.
         device: The GPU; the current one by default.
         environ: Variables; the process's by default.
+        fused: Whether the experts run the expands that take over the activation and the sum over experts.
     """
     active.deactivate()
     device = device or this_device()
@@ -92,7 +94,7 @@ def start(
     except ShapeError as error:
         log.warning("lorahost: no tuned configurations, defaults (%s): %s", device.defaults, error)
         return active.report()
-    table, notes = load_table(device, shape, slots, os.environ if environ is None else environ)
+    table, notes = load_table(device, shape, slots, os.environ if environ is None else environ, fused)
     active.activate(table, device.shared_limit, notes)
     found = active.report()
     for line in log_lines(device, found):
@@ -108,11 +110,13 @@ def log_lines(device: Device, found: Mapping[str, Any]) -> list[str]:
     """A line for each operation."""
     lines = []
     for op, has in found["operations"].items():
+        # families that an engine has by itself need no name
+        rows = "rows" if has["family"] == "dense" or not found["fused"] else f"{has['family']} rows"
         if has["source"] == "default":
-            lines.append(f"lorahost {op}: defaults ({device.defaults}), no rows for {device.name} and this shape")
+            lines.append(f"lorahost {op}: defaults ({device.defaults}), no {rows} for {device.name} and this shape")
         else:
             sizes = f"M={has['tokens'][0]}..{has['tokens'][-1]}"
             ranks = ", ".join(map(str, has["ranks"]))
             files = ", ".join(has["files"])
-            lines.append(f"lorahost {op}: {has['source']}, {has['rows']} rows, {sizes}, ranks {ranks} ({files})")
+            lines.append(f"lorahost {op}: {has['source']}, {has['rows']} {rows}, {sizes}, ranks {ranks} ({files})")
     return lines

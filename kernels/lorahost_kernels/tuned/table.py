@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lorahost_kernels.configs import Config, block_r
-from lorahost_kernels.tuned.schema import TunedFile
+from lorahost_kernels.tuned.schema import MoeFusedPoint, MoePoint, TunedFile
 from lorahost_kernels.tuned.shape import ModelShape, Module, MoeShape
 from lorahost_kernels.tuned.tiles import tiles
 
-Family = Literal["moe", "dense"]
+Family = Literal["moe", "moe_fused", "dense"]
 Source = Literal["exact", "nearest", "default"]
 # A launch's columns, in (shrink) or out (expand) of each slice, as a row's key.
 RowKey = tuple[str, tuple[int, ...]]
@@ -20,6 +20,7 @@ FACTOR = 2.0  # how far tokens and slots may be away
 SIZE_SHARE = 0.08  # how far an expert's sizes may be away: backends pad 2880 to 2944 or 3072
 OPERATIONS: dict[Family, tuple[str, ...]] = {
     "moe": ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand"),
+    "moe_fused": ("gate_up_shrink", "expand_swiglu", "down_shrink", "expand_topk_sum", "down_expand"),
     "dense": ("shrink", "expand"),
 }
 
@@ -91,6 +92,8 @@ def moe_rows(shape: MoeShape) -> dict[str, RowKey]:
         "gate_up_expand": ("gate_up_expand", (shape.gate_up_width,) * shape.slices),
         "down_shrink": ("down_shrink", (shape.intermediate,)),
         "down_expand": ("down_expand", (shape.hidden,)),
+        "expand_swiglu": ("expand_swiglu", (shape.gate_up_width,) * shape.slices),
+        "expand_topk_sum": ("expand_topk_sum", (shape.hidden,)),
     }
 
 
@@ -106,29 +109,29 @@ class Table:
         gpu: The GPU's name.
         shape: The model's shape on this GPU.
         slots: Adapter slots of the engine.
+        fused: Whether its experts run the fused expands.
     """
 
-    def __init__(self, gpu: str, shape: ModelShape, slots: int) -> None:
-        self.gpu, self.shape, self.slots = gpu, shape, slots
-        self.families: dict[Family, FamilyPoints] = {"moe": FamilyPoints(), "dense": FamilyPoints()}
+    def __init__(self, gpu: str, shape: ModelShape, slots: int, fused: bool = False) -> None:
+        self.gpu, self.shape, self.slots, self.fused = gpu, shape, slots, fused
+        self.families: dict[Family, FamilyPoints] = {family: FamilyPoints() for family in OPERATIONS}
+
+    @property
+    def experts(self) -> Family:
+        """The family whose rows the experts take: moe for a fused engine too where no file has moe_fused rows."""
+        return "moe_fused" if self.fused and self.families["moe_fused"].points else "moe"
+
+    def operations(self) -> dict[str, Family]:
+        """The operations that the engine runs, each with the family whose rows it takes."""
+        experts = OPERATIONS["moe_fused" if self.fused else "moe"]
+        return {**dict.fromkeys(experts, self.experts), **dict.fromkeys(OPERATIONS["dense"], "dense")}
 
     def add_file(self, file: TunedFile, source: str) -> None:
         """Takes the points of a file that are of this model's shape."""
         theirs, ours = file.moe_shape, self.shape.moe
         if theirs and ours and same_experts(theirs, ours):
-            keys = moe_rows(ours)
-            points = self.families["moe"]
-            points.exact_shape = points.exact_shape and theirs == ours
-            points.add(
-                TablePoint(
-                    p.adapters,
-                    p.rank,
-                    p.tokens,
-                    {keys[op]: tiles(row.config) for (_, op), row in p.rows().items()},
-                    source,
-                )
-                for p in file.moe
-            )
+            self._add_experts("moe", file.moe, ours, theirs == ours, source)
+            self._add_experts("moe_fused", file.moe_fused, ours, theirs == ours, source)
         wanted = set(self.shape.modules.values())
         modules = {name: m for name, m in file.module_shapes().items() if m in wanted}
         for p in file.dense:
@@ -140,13 +143,29 @@ class Table:
             if rows:
                 self.families["dense"].add([TablePoint(p.adapters, p.rank, p.tokens, rows, source)])
 
+    def _add_experts(
+        self, family: Family, found: Sequence[MoePoint | MoeFusedPoint], shape: MoeShape, exact: bool, source: str
+    ) -> None:
+        keys, points = moe_rows(shape), self.families[family]
+        points.exact_shape = points.exact_shape and exact
+        points.add(
+            TablePoint(
+                p.adapters,
+                p.rank,
+                p.tokens,
+                {keys[op]: tiles(row.config) for (_, op), row in p.rows().items()},
+                source,
+            )
+            for p in found
+        )
+
     def family_of(self, groups: int) -> Family | None:
         """Whose batch has so many (slot, expert) pairs; None: not one of this model's."""
         moe = self.shape.moe
         if moe and groups == self.slots * moe.experts:
-            return "moe"
+            return self.experts
         return "dense" if groups == self.slots else None
 
     def topk(self, family: Family) -> int:
         """Rows of a batch for each token."""
-        return self.shape.moe.topk if family == "moe" and self.shape.moe else 1
+        return self.shape.moe.topk if family != "dense" and self.shape.moe else 1

@@ -81,11 +81,21 @@ class ListExpand(Strict):
     pdl: bool = True
 
 
+class PairFusedExpand(Strict):
+    """An expand without a work list that takes over the step behind it; see the launchers of these."""
+
+    mode: Literal["pair"]
+    block_n: Annotated[Pow2, Field(ge=16, le=1024)]
+    num_warps: Warps
+    pdl: bool = True
+
+
 ShrinkTiles = Annotated[PairShrink | ListShrink, Field(discriminator="mode")]
 ExpandTiles = Annotated[PairExpand | ListExpand, Field(discriminator="mode")]
+SwigluTiles = Annotated[PairFusedExpand | ListExpand, Field(discriminator="mode")]
 
 
-def tiles(row: PairShrink | ListShrink | PairExpand | ListExpand) -> Config:
+def tiles(row: PairShrink | ListShrink | PairExpand | ListExpand | PairFusedExpand) -> Config:
     """A row's tiles as the launchers take them."""
     if isinstance(row, PairShrink):
         return ShrinkConfig(**row.model_dump())

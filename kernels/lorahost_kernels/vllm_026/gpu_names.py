@@ -28,6 +28,8 @@ GPU_NAMES: dict[str, str | None] = {
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA._slice_w13_b": "self w13_lora_b",
     "vllm.lora.layers.fused_moe:FusedMoEWithLoRA._slice_w2_a": "self w2_lora_a",
     "vllm.lora.layers.fused_moe:FusedMoE3DWithLoRA._slice_w13_b": "self w13_lora_b",
+    "vllm.model_executor.layers.fused_moe.activation:MoEActivation": None,
+    "vllm.model_executor.layers.fused_moe.activation:MoEActivation.SWIGLUOAI": None,
     "vllm.v1.worker.gpu_worker": None,
     "vllm.v1.worker.gpu_worker:kernel_warmup": "worker",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": (
@@ -86,8 +88,6 @@ OAI_NAMES: dict[str, str | None] = {
     f"{MXFP4}:Mxfp4MoeBackend": None,
     f"{MXFP4}:Mxfp4MoeBackend.TRITON": None,
     f"{MXFP4}:Mxfp4MoeBackend.TRITON_UNFUSED": None,
-    "vllm.model_executor.layers.fused_moe.activation:MoEActivation": None,
-    "vllm.model_executor.layers.fused_moe.activation:MoEActivation.SWIGLUOAI": None,
     "vllm.model_executor.layers.fused_moe.utils:_resize_cache": "x v",
     "triton_kernels.routing:ExptData": "hist token_offs_raw token_offs_pad block_pid_map",
 }
@@ -111,9 +111,10 @@ GPU_ATTRIBUTES: dict[str, str] = {
         "token_lora_mapping token_indices_sorted_by_lora_ids active_lora_ids num_tokens_per_lora lora_token_start_loc "
         "no_lora_flag_cpu num_active_loras_cpu captured_lora_counts"
     ),
-    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": "moe_config",
+    "vllm.lora.layers.fused_moe:FusedMoEWithLoRA": "moe_config _moe_kernel",
+    "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel": "fused_experts",
     "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": (
-        "intermediate_size_per_partition intermediate_size_per_partition_unpadded"
+        "activation intermediate_size_per_partition intermediate_size_per_partition_unpadded"
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "lora_config",
     "vllm.v1.worker.worker_base:WorkerBase": "vllm_config model_config parallel_config scheduler_config model_runner",

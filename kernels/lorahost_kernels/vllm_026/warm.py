@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from lorahost_kernels.configs import expand_config, next_pow2, shrink_config, work_block_m
 from lorahost_kernels.ops.common.defaults import programs_of
@@ -36,22 +37,34 @@ def kernel_warmup(worker: Any) -> None:
     if runner.lora_config is None:
         return
     config = worker.model_config.hf_text_config
+    modules = runner.lora_manager._adapter_manager.modules.values()
     tuned.start(
         config.to_dict(),
         slots=runner.lora_config.max_loras,
         tensor_parallel=worker.parallel_config.tensor_parallel_size,
+        fused=any(map(runs_fused_expands, modules)),
     )
     low, high = largest_graph(worker), worker.scheduler_config.max_num_batched_tokens
     experts, topk = experts_of(config)
     start = time.monotonic()
     known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
-    products = products_of(runner.lora_manager._adapter_manager.modules.values(), topk)
+    products = products_of(modules, topk)
     sizes = sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
     for size in sizes:
         for adapters in (runner.lora_config.max_loras + 1, 0):
             runner._dummy_run(size, skip_eplb=True, remove_lora=False, num_active_loras=adapters)
     runner.maybe_remove_all_loras(runner.lora_config)
     log.info("lorahost warm-up: %d prefill sizes %s in %.1f s", len(sizes), sizes, time.monotonic() - start)
+
+
+def runs_fused_expands(module: Any) -> bool:
+    """Whether a module with LoRA is experts that `oai_experts.add_gate_up` gives the fused expands."""
+    kernel = getattr(module, "_moe_kernel", None)
+    if kernel is None or len(module.w13_lora_a_stacked) != 1:
+        return False
+    # by name: where triton_kernels is missing, the module of the class can't be imported
+    kinds = {kind.__name__ for kind in type(kernel.fused_experts).__mro__}
+    return "UnfusedOAITritonExperts" in kinds and module.moe_config.activation == MoEActivation.SWIGLUOAI
 
 
 def largest_graph(worker: Any) -> int:

@@ -16,6 +16,8 @@ from lorahost_kernels.configs import (
     chooser,
     expand_config,
     shrink_config,
+    swiglu_config,
+    topk_sum_config,
 )
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.tuned.legal import fitted
@@ -70,5 +72,11 @@ def default_expand(routing: Routing, lora_b: Sequence[Tensor], operation: str = 
         return found
     block_m = None if routing.work is None else routing.work.block_m
     groups, device = slots * routing.num_experts, lora_b[0].device
-    config = expand_config(routing.num_pairs, groups, rank, n, len(lora_b), block_m, programs_of(device))
+    sizes = (routing.num_pairs, groups, rank, n)
+    if operation == "expand_topk_sum":
+        return topk_sum_config(routing.topk, rank)
+    if operation == "expand_swiglu":
+        config = swiglu_config(*sizes, block_m, programs_of(device))
+    else:
+        config = expand_config(*sizes, len(lora_b), block_m, programs_of(device))
     return fitted(config, rank, shared_limit_of(device), lora_b[0].element_size())

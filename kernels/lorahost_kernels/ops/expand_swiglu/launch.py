@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lorahost_kernels.configs import ExpandConfig, block_r, cdiv, next_pow2
+from lorahost_kernels.configs import ExpandConfig, block_r, cdiv, chooser, next_pow2
 from lorahost_kernels.ops.common import replay
 from lorahost_kernels.ops.common.defaults import default_expand
 from lorahost_kernels.ops.common.launch import even_chunk, has_pdl, launch_key, routing_pointers, tiles_of
@@ -24,7 +24,8 @@ def expand_swiglu(
     swiglu(g, u) = g * sigmoid(alpha * g) * (u + 1), g at most `limit`, u within +-limit; g and u alternate. Rows
     without an adapter get the activation of y; pairs with row -1 are left out.
 
-    config: tiles for a routing with a work list; block_n counts columns of y.
+    config: tiles, of mode list for a routing with a work list, else of mode pair, which reads block_n, num_warps and
+    pdl only; block_n counts columns of y. None: the active table's, else the defaults.
 
     Raises:
         ValueError: shapes that don't fit, a routing without pair_rows, or tiles that its work list doesn't have.
@@ -39,8 +40,8 @@ def expand_swiglu(
     if y.stride(1) != 1 or out.stride(1) != 1 or not h.is_contiguous() or tuple(h.shape[1:]) != (pairs, 1, rank):
         raise ValueError(f"y and out need contiguous columns, h (splits, {pairs}, 1, {rank}), got {tuple(h.shape)}")
     pdl = pdl and has_pdl(y.device)
-    if routing.work is None and config is None:
-        by_pairs(out, y, h, lora_b, routing, alpha, limit, pdl)
+    if routing.work is None and (config is None or config.mode == "pair"):
+        by_pairs(out, y, h, lora_b, routing, alpha, limit, pdl, config)
     else:
         by_tiles(out, y, h, lora_b, routing, alpha, limit, pdl, config)
 
@@ -57,25 +58,26 @@ def shared_args(out: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha:
 
 
 def by_pairs(
-    out: Tensor, y: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float, pdl: bool
-) -> None:
+    out: Tensor, y: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float, pdl: bool,
+    config: ExpandConfig | None,
+) -> None:  # fmt: skip
     """Each pair by programs of its own."""
     assert routing.topk_ids is not None
     assert routing.pair_rows is not None
 
     def constants() -> Constants:
-        n, rank = lora_b.shape[2] // 2, lora_b.shape[3]
-        block_n = max(16, min(64, 2048 // block_r(rank)))
-        chunks = cdiv(n, block_n)
+        tiling = config or default_expand(routing, (lora_b,), "expand_swiglu")
+        n, block_n = lora_b.shape[2] // 2, max(16, tiling.block_n // 2)
+        chunks, on = cdiv(n, block_n), tiling.pdl and pdl
         args = {
             **shared_args(out, h, lora_b, routing, alpha, limit), "num_chunks": chunks, "stride_ym": y.stride(0),
-            "BLOCK_S": next_pow2(h.shape[0]), "BLOCK_N": block_n, "EVEN_N": n == chunks * block_n, "PDL": pdl,
+            "BLOCK_S": next_pow2(h.shape[0]), "BLOCK_N": block_n, "EVEN_N": n == chunks * block_n, "PDL": on,
         }  # fmt: skip
-        return Constants(routing.num_pairs * chunks, args, {"num_warps": 4, "launch_pdl": pdl})
+        return Constants(routing.num_pairs * chunks, args, {"num_warps": tiling.num_warps, "launch_pdl": on})
 
     key = (
         out.stride(0), y.stride(0), y.dtype, out.dtype, lora_b.shape, lora_b.stride(), h.shape, routing.num_tokens,
-        routing.topk, routing.topk_ids.dtype, alpha, limit, pdl,
+        routing.topk, routing.num_experts, routing.topk_ids.dtype, alpha, limit, pdl, config, chooser(), y.device,
     )  # fmt: skip
     tensors = (out, y, lora_b, h, routing.topk_ids, routing.token_slots, routing.adapter_enabled, routing.pair_rows)
     replay.launch(expand_swiglu_kernel, key, tensors, constants)
@@ -101,7 +103,7 @@ def by_tiles(
             **shared_args(out, h, lora_b, routing, alpha, limit), "stride_ym": y.stride(0), "base_blocks": blocks,
             "max_tiles": routing.work.stride if routing.work else 0, "chunk_n": chunk, "num_chunks": chunks,
             # as many as fit the registers that the tiles need anyway
-            "BLOCK_P": BASE_PAIRS, "BASE_COLS": 512 if tiling.num_warps <= 2 else 128,
+            "BLOCK_P": BASE_PAIRS, "BASE_COLS": 256 * tiling.num_warps if tiling.num_warps <= 2 else 128,
             "BLOCK_M": tiling.block_m, "BLOCK_N": block_n, "STEPS": tiling.steps, "STAGES": tiling.num_stages,
             "GROUP": tiling.group, "EVEN_N": chunk == most and n == chunks * chunk,
             "PREFETCH": tiling.prefetch and y.is_cuda, "PDL": on,
