@@ -221,7 +221,7 @@ def test_the_openai_client_streams_from_an_adapter_by_its_name(server: Server) -
 def test_a_client_that_leaves_frees_its_place_within_a_second(server: Server, stream: bool) -> None:
     """By the clocks of both sides: on few cores nobody else may get to run while the engine does.
 
-    A client that got to leave only after its answer was complete tried nothing, and tries again.
+    A client that got to leave only when its answer was complete, or within a second of that, tries again.
     """
 
     def lines() -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ def test_a_client_that_leaves_frees_its_place_within_a_second(server: Server, st
         left = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         line = next_line(seen)
         late = datetime.fromisoformat(line["time"]).timestamp() - left
-        if line.get("aborted") or late > 0:
+        if line.get("aborted") or late >= 1.0:
             break
     assert line.get("aborted"), f"the request went on for {late:.1f} s without its client: {line}"
     assert late < 1.0
