@@ -100,6 +100,19 @@ def test_down_topk_sum(case: Case) -> None:
     assert relative_error(got, want) < TOLERANCE[DTYPES[1]]
 
 
+def test_the_references_leave_the_base_output_as_it_is() -> None:
+    i = in_expert_order(make(ONE_SLICE[0], torch.float64, seed=6))
+    y, before = i.y.flatten(0, 1), i.y.clone()
+    h = naive.shrink(i.x, i.lora_a, i.routing, False, torch.float64)
+    swiglu.expand_swiglu(torch.zeros_like(y[:, ::2]), y, h, i.lora_b[0], i.routing, ALPHA, LIMIT)
+    assert torch.equal(i.y, before)
+    i = in_expert_order(make(ONE_SLICE[0], torch.float64, seed=7, down=True))
+    before = i.y.clone()
+    h = naive.shrink(i.x, i.lora_a, i.routing, True, torch.float64)
+    topk_sum.expand_topk_sum(torch.zeros_like(i.y[:, 0]), i.y, h, i.lora_b[0], i.routing)
+    assert torch.equal(i.y, before)
+
+
 def test_wrong_arguments_are_refused() -> None:
     i = make(Case("refused", slices=1), DTYPES[0], seed=3, down=True)
     h = torch.zeros(1, i.routing.num_pairs, 1, 8, device=DEVICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,9 +89,9 @@ class Point(Timed):
     rank: Annotated[int, Field(ge=1, le=512)]
     tokens: Annotated[int, Field(ge=1, le=2**20)]
 
+    @abstractmethod
     def rows(self) -> dict[tuple[str, str], Row]:
         """(module or nothing, operation) -> row."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def check(self) -> Point:

@@ -11,8 +11,8 @@ def expand_swiglu(
     out: Tensor, y: Tensor, h: Tensor, lora_b: Tensor, routing: Routing, alpha: float, limit: float,
     compute: torch.dtype = torch.float64,
 ) -> None:  # fmt: skip
-    """As the launcher, computed in `compute` and rounded once into out."""
-    total = y.to(compute)
+    """As the launcher, computed in `compute` and rounded once into out; y stays as it is."""
+    total = y.to(compute, copy=True)
     naive.expand(total, h, (lora_b,), unweighted(routing), (0,), True, compute)
     gate, up = total[:, ::2].clamp(max=limit), total[:, 1::2].clamp(-limit, limit)
     rows = routing.pair_rows
