@@ -7,7 +7,6 @@ every provider are first compared with float64; no speed-up is printed when ours
 """
 
 import argparse
-import csv
 import datetime
 import gc
 import platform
@@ -21,6 +20,7 @@ import torch
 import triton
 
 from bench import cases
+from bench.csv_rows import append
 from bench.providers import Ours, Provider, Stock
 from bench.timing import Spread, graph_us, relative_error
 from lorahost_kernels.ops.common import naive
@@ -140,17 +140,6 @@ def revision() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def append(path: Path, lines: Sequence[Sequence[object]]) -> None:
-    """Adds rows to a CSV file, with its header if it is new."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as f:
-        writer = csv.writer(f)
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerows(lines)
-
-
 def main() -> int:
     """Prints the tables; 1 if any of our results is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,7 +164,7 @@ def main() -> int:
                     red += not results[0].error < LIMIT
                     print(line(f"{kind} {name} M={tokens} adapters={adapters}", results, providers), flush=True)
                     config = f"{name} rank=32 slots={SLOTS} adapters={adapters} bf16"
-                    append(args.csv, rows(kind, tokens, config, args.rev, results, providers))
+                    append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, providers))
                     gc.collect()
                     torch.cuda.empty_cache()
     return 1 if red else 0

@@ -8,7 +8,6 @@ With --against the points are those that FILE has too, and the claim is that FIL
 """
 
 import argparse
-import csv
 import datetime
 import gc
 import math
@@ -23,6 +22,7 @@ from statistics import median
 
 import torch
 
+from bench.csv_rows import append
 from lorahost_kernels import configs
 from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops import layer as ops
@@ -242,7 +242,8 @@ def main() -> int:
             times = f"{c.default:8.1f} -> {c.tuned:8.1f} us  {c.gain:.3f} x  noise {c.noise:.1%}"
             print(f"{name} {place!s:<20}{times}  floor {c.floor:.1f}  {', '.join(wrong)}", flush=True)
             row = (name, place.family, slots, place.rank, place.tokens, c.default, c.tuned, c.noise, c.floor, "exact")
-            append(args.csv, [*row, gpu.name, torch.__version__, date, args.rev])
+            cells = [*row, gpu.name, torch.__version__, date, args.rev]
+            append(args.csv, COLUMNS, [[round(v, 4) if isinstance(v, float) else v for v in cells]])
     return report(gains, failed)
 
 
@@ -272,17 +273,6 @@ def report(gains: dict[str, list[float]], failed: Counter[str]) -> int:
         print(f"{name}: {len(group)} points, geometric mean {mean:.3f} x, {extremes}")
     print(f"claims that don't hold: {', '.join(f'{n} points {what}' for what, n in failed.items()) or 'none'}")
     return 1 if failed else 0
-
-
-def append(path: Path, row: list[object]) -> None:
-    """Adds a row to a CSV file, with its header if it is new."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as f:
-        writer = csv.writer(f)
-        if new:
-            writer.writerow(COLUMNS)
-        writer.writerow([round(v, 4) if isinstance(v, float) else v for v in row])
 
 
 if __name__ == "__main__":
