@@ -30,6 +30,17 @@ GPU_NAMES: dict[str, str | None] = {
     "vllm.lora.layers.fused_moe:FusedMoE3DWithLoRA._slice_w13_b": "self w13_lora_b",
     "vllm.model_executor.layers.fused_moe.activation:MoEActivation": None,
     "vllm.model_executor.layers.fused_moe.activation:MoEActivation.SWIGLUOAI": None,
+    "vllm.config:CUDAGraphMode": None,
+    "vllm.config:CUDAGraphMode.FULL": None,
+    "vllm.config:CUDAGraphMode.PIECEWISE": None,
+    "vllm.config:CUDAGraphMode.mixed_mode": "self",
+    "vllm.config:VllmConfig": None,
+    "vllm.config:VllmConfig._set_cudagraph_sizes": "self",
+    "vllm.config:VllmConfig.try_verify_and_update_config": "self",
+    "vllm.v1.worker.utils:AttentionGroup": None,
+    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": (
+        "self vllm_config device kernel_block_size num_metadata_builders"
+    ),
     "vllm.v1.worker.gpu_worker": None,
     "vllm.v1.worker.gpu_worker:kernel_warmup": "worker",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run": (
@@ -94,12 +105,17 @@ OAI_NAMES: dict[str, str | None] = {
 
 # `module:class` -> attributes of its instances.
 GPU_ATTRIBUTES: dict[str, str] = {
-    "vllm.config:VllmConfig": "additional_config compilation_config",
+    "vllm.config:VllmConfig": (
+        "additional_config compilation_config lora_config scheduler_config num_speculative_tokens"
+    ),
     "vllm.config:LoRAConfig": "lora_dtype max_loras",
     "vllm.config:ModelConfig": "enforce_eager hf_text_config",
-    "vllm.config:SchedulerConfig": "max_num_batched_tokens",
+    "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
     "vllm.config:ParallelConfig": "tensor_parallel_size",
-    "vllm.config:CompilationConfig": "cudagraph_capture_sizes",
+    "vllm.config:CompilationConfig": (
+        "cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_mode compile_sizes pass_config"
+    ),
+    "vllm.config:PassConfig": "enable_sp",
     "vllm.lora.layers.utils:LoRAMapping": "index_mapping prompt_mapping is_prefill",
     "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase": (
         "_token_lora_indices _sampler_indices _sampler_indices_padded _embeddings_indices indices_len is_prefill"

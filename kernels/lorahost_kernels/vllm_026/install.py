@@ -94,9 +94,10 @@ def register_gpu(wanted: str) -> None:
     from lorahost_kernels.vllm_026 import router_logits, tp_slices
 
     if wanted == "on" and current_platform.is_cuda():
-        from lorahost_kernels.vllm_026 import gpu_punica
+        from lorahost_kernels.vllm_026 import gpu_punica, prefill_graphs
 
         gpu_punica.apply_patches()
+        prefill_graphs.apply_patches()
         path, reason = "triton", "LORAHOST_KERNELS=on, not checked yet"
     elif wanted == "on":
         path, reason = "stock", "these kernels are for NVIDIA GPUs"

@@ -1,0 +1,106 @@
+"""CUDA graphs for prefill, too: vLLM captures none above a few hundred tokens, and prefill then waits for the host.
+
+A prefill step of 1600 tokens takes the GPU a fraction of the time in which Python launches its kernels one by one.
+Figures are in docs/kernels.md. What the user says about graphs goes first: `cudagraph_capture_sizes`,
+`max_cudagraph_capture_size`, `compile_sizes`, `enforce_eager`, and modes without piecewise graphs leave vLLM as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.worker.utils import AttentionGroup
+
+from lorahost_kernels.vllm_026.patching import original, patch
+
+log = logging.getLogger("vllm.lorahost")
+
+# above it a step keeps the GPU busy for longer than the host needs to launch it
+LARGEST = 8192
+# below it padding costs little: a step takes as long as the weights take to be read
+COARSE_BELOW = 1024
+
+
+def apply_patches() -> None:
+    """Adds sizes to those that vLLM captures, and keeps them from what its attention plans for decode."""
+    patch(VllmConfig, "try_verify_and_update_config", try_verify_and_update_config)
+    patch(VllmConfig, "_set_cudagraph_sizes", set_cudagraph_sizes)
+    patch(AttentionGroup, "create_metadata_builders", create_metadata_builders)
+
+
+def ladder(low: int, high: int) -> list[int]:
+    """Sizes above `low` up to `high`: four between a power of two and the next, eight from COARSE_BELOW on."""
+    sizes: list[int] = []
+    size = low
+    while size < high:
+        octave = 1 << (size.bit_length() - 1)
+        step = max(16, octave // (4 if size < COARSE_BELOW else 8))
+        size = min((size // step + 1) * step, high)
+        sizes.append(size)
+    return sizes
+
+
+def decode_limit(config: Any) -> int:
+    """Tokens up to which steps without prefill use graphs: vLLM's limit, or all requests at once if that is more."""
+    tokens: int = config.scheduler_config.max_num_seqs * (1 + config.num_speculative_tokens)
+    return max(tokens, min(2 * tokens, 512))
+
+
+def is_free(config: Any) -> bool:
+    """Whether the sizes are ours to choose: LoRA, piecewise graphs of prefill, and nothing given by the user."""
+    graphs = config.compilation_config
+    return (
+        config.lora_config is not None
+        and graphs.cudagraph_capture_sizes is None
+        and graphs.max_cudagraph_capture_size is None
+        and not graphs.compile_sizes
+        and (graphs.cudagraph_mode is None or graphs.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE)
+        and not graphs.pass_config.enable_sp
+    )
+
+
+def try_verify_and_update_config(self: Any) -> None:
+    """See `VllmConfig.try_verify_and_update_config`: a limit that is a model's default, as GPT-OSS has, stays ours."""
+    free = is_free(self)
+    original(VllmConfig, "try_verify_and_update_config")(self)
+    if free:
+        self.compilation_config.max_cudagraph_capture_size = None
+
+
+def set_cudagraph_sizes(self: Any) -> None:
+    """See `VllmConfig._set_cudagraph_sizes`; with the ladder in place of vLLM's own sizes above what decode needs."""
+    free = is_free(self)
+    original(VllmConfig, "_set_cudagraph_sizes")(self)
+    graphs = self.compilation_config
+    if not free or not graphs.cudagraph_capture_sizes:
+        return
+    limit = decode_limit(self)
+    high = min(self.scheduler_config.max_num_batched_tokens, LARGEST)
+    decode = [size for size in graphs.cudagraph_capture_sizes if size <= limit]
+    if high <= decode[-1]:
+        return
+    graphs.cudagraph_capture_sizes = [*decode, *ladder(decode[-1], high)]
+    graphs.max_cudagraph_capture_size = high
+    log.info(
+        "lorahost: CUDA graphs for prefill, too: %d sizes up to %d tokens", len(graphs.cudagraph_capture_sizes), high
+    )
+
+
+def create_metadata_builders(self: Any, vllm_config: Any, *given: Any, **named: Any) -> None:
+    """See `AttentionGroup.create_metadata_builders`: attention, which runs outside these graphs, sees decode's sizes.
+
+    FlashAttention would split the keys of every step up to the largest size into 32 parts, and allocate an fp32 output
+    for each: 4.3 GB for 8192 tokens of GPT-OSS.
+    """
+    graphs = vllm_config.compilation_config
+    sizes, largest = graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size
+    limit = decode_limit(vllm_config)
+    if sizes and largest > limit and graphs.cudagraph_mode.mixed_mode() != CUDAGraphMode.FULL:
+        graphs.cudagraph_capture_sizes = [size for size in sizes if size <= limit] or sizes[:1]
+        graphs.max_cudagraph_capture_size = graphs.cudagraph_capture_sizes[-1]
+    try:
+        original(AttentionGroup, "create_metadata_builders")(self, vllm_config, *given, **named)
+    finally:
+        graphs.cudagraph_capture_sizes, graphs.max_cudagraph_capture_size = sizes, largest
