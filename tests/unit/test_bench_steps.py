@@ -197,7 +197,13 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
 
 @pytest.mark.parametrize(
     ("name", "conditions"),
-    [("retention_spread", []), ("retention_collapsed", [ONE_EXTRA]), ("retention_dense", []), ("front_door", [])],
+    [
+        ("retention_spread", []),
+        ("retention_collapsed", [ONE_EXTRA]),
+        ("retention_dense", []),
+        ("front_door", []),
+        ("ttft", []),
+    ],  # fmt: skip
 )
 def test_the_pages_tables_are_those_of_the_rows(
     name: str, conditions: list[str], capsys: pytest.CaptureFixture[str]
