@@ -140,7 +140,7 @@ def test_more_adapters_than_slots_are_measured_together(tmp_path: Path) -> None:
     assert "| claim | measured | limit | holds |" in ran.output, ran.output
     found = rows.read(out)
     assert [(r["benchmark"], r["slots"], r["load"].split(":")[0], r["errors"]) for r in found] == [
-        ("slots-rate", "2", "closed", "0"),
+        ("slots-rate", "2", "closed", "0"), ("slots-rate", "2", "poisson", "0"),
         ("slots", "2", "poisson", "0"), ("slots", "1", "poisson", "0"),
         ("slots", "2", "closed", "0"), ("slots", "1", "closed", "0"),
     ]  # fmt: skip

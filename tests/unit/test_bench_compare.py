@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import csv
 import random
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.unit.bench_rows import write
+from tests.unit.bench_rows import write, written
 
 from lorahost.bench import compare, rows
 from lorahost.bench.loads import Load
@@ -117,6 +118,27 @@ def test_a_mix_of_paths_is_refused_and_can_be_chosen_from(tmp_path: Path) -> Non
     assert none.exit_code == 1
     assert "B has no rows" in none.output
     assert "COLUMN=VALUE" in CliRunner().invoke(main, [*chosen[:-1], "speed=1"]).output
+
+
+def test_a_file_without_the_optional_columns_is_read_and_gets_them_with_its_next_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.csv", (Point("ours"), [100.0], "r1"))
+    place = {column: rows.COLUMNS.index(column) for column in rows.OPTIONAL}
+    with path.open(newline="") as file:
+        lines = [[cell for n, cell in enumerate(line) if n not in place.values()] for line in csv.reader(file)]
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+    [old] = rows.read(path)
+    assert list(old) == list(rows.COLUMNS)
+    assert (old["in_flight"], old["latency_mean_ms"], old["latency_p50_ms"]) == ("", "", "6000")
+    rows.append(path, written(Point("ours"), [100.0], "r2", in_flight=3.9))
+    first, second = rows.read(path)
+    assert first == old
+    assert (second["run"], second["in_flight"]) == ("r2", "3.9")
+    assert path.read_text().splitlines()[0] == ",".join(rows.COLUMNS)
+    # others must be there
+    path.write_text(path.read_text().replace(",latency_p50_ms", "", 1))
+    with pytest.raises(rows.RowsError, match=r"differing: \['latency_p50_ms'\]"):
+        rows.append(path, [{}])
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import math
 import random
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -57,8 +58,23 @@ def test_an_open_loop_starts_requests_whatever_is_in_flight() -> None:
         return Record(adapter, started[-1])
 
     asyncio.run(loads.run(Load(rate=200.0), 6, itertools.cycle("a"), send, random.Random(0)))
-    rng = random.Random(0)
-    assert started[-1] - started[0] >= sum(rng.expovariate(200.0) for _ in range(5)) * 0.99
+    due = loads.arrivals(200.0, 6, random.Random(0))
+    assert started[-1] - started[0] >= (due[-1] - due[0]) * 0.9
+
+
+def test_an_open_loop_has_its_rate_in_every_repeat_and_arrives_as_a_poisson_process() -> None:
+    every = [loads.arrivals(2.0, 40, random.Random(seed)) for seed in range(200)]
+    assert every[0] == loads.arrivals(2.0, 40, random.Random(0)) != every[1]
+    for due in every:
+        assert len(due) == 40
+        assert due == sorted(due)
+        assert 0 <= due[0] <= due[-1] < 20
+    gaps = [b - a for due in every for a, b in itertools.pairwise(due)]
+    # an exponential distribution's spread is its mean, and exp(-2) of its values are above twice the mean
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(20 / 41, rel=0.02)
+    assert statistics.pstdev(gaps) == pytest.approx(mean, rel=0.05)
+    assert sum(gap > 2 * mean for gap in gaps) / len(gaps) == pytest.approx(math.exp(-2), abs=0.015)
 
 
 def test_round_robin_is_even_and_zipf_prefers_the_first() -> None:
@@ -84,6 +100,9 @@ def test_figures_of_a_repeat() -> None:
     assert found["ttft_max_ms"] == pytest.approx(500)
     assert found["itl_p50_ms"] == pytest.approx(150)
     assert found["tokens_per_step"] == 2
+    assert found["latency_mean_ms"] == pytest.approx(500)
+    # 0.8 s and 0.2 s in 2 s
+    assert found["in_flight"] == pytest.approx(0.5)
     assert found["prompt_tokens"] == 8
     assert error_kinds([good, *failed, failed[0]]) == "HTTP 429 x 2; timeout x 1"
     assert error_kinds([good]) == ""
@@ -92,7 +111,7 @@ def test_figures_of_a_repeat() -> None:
 def test_without_a_good_request_there_are_no_figures_but_the_errors() -> None:
     found = summary([Record("a", 1.0, error="HTTP 500: no")], math.nan)
     assert found["errors"] == 1
-    assert all(math.isnan(found[name]) for name in ("otps_p50", "ttft_p99_ms", "itl_p50_ms", "throughput"))
+    assert all(math.isnan(found[name]) for name in ("otps_p50", "ttft_p99_ms", "latency_mean_ms", "in_flight"))
 
 
 def test_percentiles_are_numpy_s() -> None:

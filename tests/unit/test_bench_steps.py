@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tests.unit.bench_rows import write, written
 
-from lorahost.bench import retention, rows, slots, steps
+from lorahost.bench import retention, rows, steps
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point, add_arguments, from_arguments, to_arguments
 from lorahost.bench.together import Outcome, Together
@@ -203,7 +203,7 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
         ("retention_dense", []),
         ("front_door", []),
         ("ttft", []),
-    ],  # fmt: skip
+    ],
 )
 def test_the_pages_tables_are_those_of_the_rows(
     name: str, conditions: list[str], capsys: pytest.CaptureFixture[str]
@@ -249,34 +249,3 @@ def test_the_command_prints_what_is_left_without_running_it(tmp_path: Path) -> N
     assert ran.exit_code == 0, ran.output
     assert ran.output.count("lorahost.bench.engine_point --path") == 4
     assert not out.exists()
-
-
-def test_slots_take_the_rate_from_the_calibration(tmp_path: Path) -> None:
-    point = Point("ours", adapters=16, repeats=1)
-    first = slots.calibration(point)
-    assert (first.slots, first.via, [str(load) for load in first.loads]) == (16, "http", ["closed:4"])
-    found = rows.read(write(tmp_path / "rows.csv", (first, [100.0], "r")))
-    assert slots.rate_of(found) == pytest.approx(4 / 6.0, rel=0.01)
-    with pytest.raises(ValueError, match="calibration"):
-        slots.rate_of([])
-    plan = slots.plan(point, 8, 0.5, 2)
-    assert [(p.alternation, p.slots) for p in plan] == [(1, 16), (1, 8), (2, 16), (2, 8)]
-    assert {tuple(map(str, p.loads)) for p in plan} == {("poisson:0.5", "closed:16")}
-    with pytest.raises(ValueError, match="slots 16: must be between 1 and 15"):
-        slots.plan(point, 16, 0.5, 1)
-
-
-def claims_with(path: Path, **few: float) -> list[bool]:
-    point = Point("ours", adapters=16, repeats=1)
-    for step in slots.plan(point, 8, 0.5, 1):
-        rows.append(path, written(step, [100.0], f"r{step.slots}", **(few if step.slots == 8 else {})))
-    return [claim.holds for claim in slots.claims(rows.read(path), 16, 8)]
-
-
-def test_claims_hold_for_equal_sides_and_fail_one_by_one(tmp_path: Path) -> None:
-    assert claims_with(tmp_path / "same.csv") == [True] * 4
-    assert claims_with(tmp_path / "ttft.csv", ttft_p50_ms=1400.0) == [False, True, True, True]
-    assert claims_with(tmp_path / "p99.csv", ttft_p99_ms=7000.0) == [True, False, True, True]
-    assert claims_with(tmp_path / "tput.csv", throughput=1300.0) == [True, True, False, True]
-    assert claims_with(tmp_path / "wait.csv", ttft_max_ms=13000.0) == [True, True, True, False]
-    assert claims_with(tmp_path / "nan.csv", ttft_max_ms=float("nan"))[3] is False

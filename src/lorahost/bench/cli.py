@@ -244,11 +244,14 @@ def slots(adapters: int, slots: int, path: str, out: Path, together: bool, **opt
         point = _make_point(options, adapters=adapters, path=path)
         if _run([slotting.calibration(point)], out, options):
             return True
+        if _run([slotting.calibration(point, slotting.suggested_rate(steps.read(out)))], out, options):
+            return True
         rate = slotting.rate_of(steps.read(out))
         if _run(slotting.plan(point, slots, rate, options["alternations"]), out, options):
             return True
-        found = slotting.claims(steps.read(out), adapters, slots)
-        click.echo(slotting.report(found))
+        measured = steps.read(out)
+        found = slotting.claims(measured, adapters, slots)
+        click.echo(f"{slotting.in_flight(measured, adapters, slots)}\n\n{slotting.report(found)}")
         return all(claim.holds for claim in found)
 
     sys.exit(0 if _guarded(act) else 1)

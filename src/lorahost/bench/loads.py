@@ -1,7 +1,7 @@
 """How requests arrive: closed loop, or open loop as a Poisson process; standard library only.
 
 A load is written `closed:16` (16 requests in flight, the next starts when one ends) or `poisson:0.8` (0.8 requests a
-second on average, whatever is in flight).
+second at random times, whatever is in flight).
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ def choose(names: Sequence[str], choice: Choice, rng: random.Random, exponent: f
     return (names[bisect.bisect(edges, rng.random() * edges[-1])] for _ in itertools.repeat(0))
 
 
+def arrivals(rate: float, requests: int, rng: random.Random) -> list[float]:
+    """When `requests` requests of an open loop arrive, in seconds: sorted uniform times in [0, requests / rate).
+
+    That is a Poisson process of which the number of arrivals in this window is known. Independent intervals would
+    make the rate of 40 requests deviate from the nominal one by 16 % (standard deviation).
+    """
+    window = requests / rate
+    return sorted(rng.random() * window for _ in range(requests))
+
+
 async def run(load: Load, requests: int, adapters: Iterator[str], send: Send, rng: random.Random) -> list[Record]:
     """Sends `requests` requests as the load says and waits for all of them.
 
@@ -65,7 +75,7 @@ async def run(load: Load, requests: int, adapters: Iterator[str], send: Send, rn
         requests: How many.
         adapters: Whose each is, in the order in which they start.
         send: Sends request number n for an adapter; an error belongs in its record.
-        rng: Draws the Poisson process's intervals.
+        rng: Draws the times of an open loop.
     """
     numbered = ((n, next(adapters)) for n in range(requests))
     records: list[Record] = []
@@ -77,13 +87,12 @@ async def run(load: Load, requests: int, adapters: Iterator[str], send: Send, rn
 
         await asyncio.gather(*(worker() for _ in range(min(load.concurrency, requests))))
         return records
-    due = time.perf_counter()
+    start = time.perf_counter()
     tasks = []
-    for n, adapter in numbered:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    for due, (n, adapter) in zip(arrivals(load.rate, requests, rng), numbered, strict=True):
+        # until an absolute time, so that a late start does not thin the load out
+        await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         tasks.append(asyncio.create_task(_send_to(records, send, n, adapter)))
-        # on an absolute grid, so that a late start does not thin the load out
-        due += rng.expovariate(load.rate)
     await asyncio.gather(*tasks)
     return records
 

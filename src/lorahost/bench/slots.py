@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,22 +19,47 @@ CLOSED = 16
 CALIBRATION = "slots-rate"
 
 
-def calibration(point: Point) -> Point:
-    """The step that says how long a request takes with four in flight: one slot for each adapter."""
-    load = Load(concurrency=IN_FLIGHT)
+def calibration(point: Point, rate: float = 0.0) -> Point:
+    """The step that says how long a request takes with about four in flight: one slot for each adapter.
+
+    Args:
+        point: What is measured.
+        rate: Of an open loop, in requests a second; 0 for a closed loop of four.
+    """
+    load = Load(rate=rate) if rate else Load(concurrency=IN_FLIGHT)
     return replace(point, benchmark=CALIBRATION, via="http", slots=point.adapters, loads=(load,), alternation=1)
 
 
-def rate_of(rows: Sequence[Row]) -> float:
-    """Requests a second that keep four in flight on average: Little's law on the calibration's latencies.
+def suggested_rate(rows: Sequence[Row]) -> float:
+    """Requests a second at which the open loop is calibrated: Little's law on the closed loop's latencies.
 
     Raises:
-        ValueError: there are no rows of the calibration.
+        ValueError: there are no rows of the calibration's closed loop.
     """
-    latencies = [number(row, "latency_p50_ms") for row in rows if row["benchmark"] == CALIBRATION]
+    return _rate(rows, "closed:", "latency_p50_ms")
+
+
+def rate_of(rows: Sequence[Row]) -> float:
+    """Requests a second that keep four in flight on average: Little's law on the calibration's open loop.
+
+    A request takes longer there than in the closed loop: others' prompts are prefilled in the middle of its answer.
+
+    Raises:
+        ValueError: there are no rows of the calibration's open loop.
+    """
+    return _rate(rows, "poisson:", "latency_mean_ms")
+
+
+def _rate(rows: Sequence[Row], kind: str, metric: str) -> float:
+    mine = [row for row in rows if row["benchmark"] == CALIBRATION and row["load"].startswith(kind)]
+    latencies = _values(mine, metric)
     if not latencies:
-        raise ValueError("there are no rows of the calibration step, from which the rate comes")
-    return float(f"{IN_FLIGHT * 1e3 / (sum(latencies) / len(latencies)):.3g}")
+        raise ValueError(f"there are no rows of the calibration with {kind}N, from which the rate comes")
+    return float(f"{IN_FLIGHT * 1e3 / statistics.fmean(latencies):.3g}")
+
+
+def _values(rows: Sequence[Row], metric: str) -> list[float]:
+    return [value for row in rows if not math.isnan(value := number(row, metric))]
 
 
 def check_few(point: Point, few: int) -> None:
@@ -78,8 +105,7 @@ def claims(rows: Sequence[Row], adapters: int, few: int) -> list[Claim]:
     Raises:
         RowsError: rows of one of the sides are missing, or their points differ.
     """
-    mine = [row for row in rows if row["benchmark"] == "slots" and row["adapters"] == str(adapters)]
-    opened, closed = ([r for r in mine if r["load"].startswith(kind)] for kind in ("poisson:", "closed:"))
+    opened, closed = (_measured(rows, adapters, kind) for kind in ("poisson:", "closed:"))
 
     def sides(found: list[Row]) -> tuple[list[Row], list[Row]]:
         many, less = ([r for r in found if r["slots"] == str(n)] for n in (adapters, few))
@@ -101,6 +127,21 @@ def claims(rows: Sequence[Row], adapters: int, few: int) -> list[Claim]:
         ),
         Claim("closed loop: longest wait for a first token, in answers", longest / answer, 2.0),
     ]
+
+
+def in_flight(rows: Sequence[Row], adapters: int, few: int) -> str:
+    """How many requests the open loop really had in flight on each side, the mean over its rows; `-` if none says."""
+    opened = _measured(rows, adapters, "poisson:")
+    sides = []
+    for n in (adapters, few):
+        values = _values([row for row in opened if row["slots"] == str(n)], "in_flight")
+        sides.append(f"{short(statistics.fmean(values) if values else math.nan)} on {n} slots")
+    return f"open loop: in flight on average {', '.join(sides)}; meant are {IN_FLIGHT} on {adapters}"
+
+
+def _measured(rows: Sequence[Row], adapters: int, kind: str) -> list[Row]:
+    mine = [row for row in rows if row["benchmark"] == "slots" and row["adapters"] == str(adapters)]
+    return [row for row in mine if row["load"].startswith(kind)]
 
 
 def report(found: Sequence[Claim]) -> str:

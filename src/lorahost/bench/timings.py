@@ -67,7 +67,8 @@ def summary(records: Sequence[Record], seconds: float) -> dict[str, float]:
 
     Returns:
         `otps_*` in tokens a second and request, `throughput` in tokens a second of all requests, `*_ms` in
-        milliseconds, `tokens_per_step` as tokens an event after the first.
+        milliseconds, `tokens_per_step` as tokens an event after the first, `in_flight` as requests on average over
+        all of `seconds`.
     """
     nan = float("nan")
     good = [r for r in records if not r.error]
@@ -92,6 +93,8 @@ def summary(records: Sequence[Record], seconds: float) -> dict[str, float]:
         "itl_p50_ms": percentile(gaps, 50),
         "itl_p99_ms": percentile(gaps, 99),
         "latency_p50_ms": percentile(latency, 50),
+        "latency_mean_ms": statistics.fmean(latency) if latency else nan,
         "latency_max_ms": max(latency, default=nan),
         "tokens_per_step": sum(r.tokens - 1 for r in many) / sum(len(r.at) - 1 for r in many) if many else nan,
+        "in_flight": sum(latency) / 1e3 / seconds,
     }
