@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.utils import AttentionGroup
 
 from lorahost_kernels.vllm_026 import patching, prefill_graphs
@@ -18,10 +20,13 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
         (VllmConfig, "try_verify_and_update_config"),
         (VllmConfig, "_set_cudagraph_sizes"),
         (AttentionGroup, "create_metadata_builders"),
+        (CudagraphDispatcher, "get_capture_descs"),
     )
-    monkeypatch.setattr(patching, "_originals", {})
     for owner, name in targets:
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+        # another test of this process may have patched them for good
+        found = patching._originals.get(patching.qualified_name(owner, name), getattr(owner, name))
+        monkeypatch.setattr(owner, name, found)
+    monkeypatch.setattr(patching, "_originals", {})
     prefill_graphs.apply_patches()
 
 
@@ -39,7 +44,7 @@ def config(
             enforce_eager=False, architecture=architecture, is_hybrid=False, convert_type="none"
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=batched),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=more.pop("data_parallel_size", 1)),
         structured_outputs_config=SimpleNamespace(reasoning_parser="x"),
         compilation_config=SimpleNamespace(
             post_init_cudagraph_sizes=lambda: None,
@@ -88,7 +93,7 @@ def test_ladder(low: int, high: int) -> None:
 def test_sizes_go_up_to_the_batch_and_keep_those_of_decode(
     architecture: str, seqs: int, drafts: int, batched: int
 ) -> None:
-    wanted = [s for s in stock(config(seqs, batched, drafts=drafts)) if s <= seqs * (1 + drafts)]
+    wanted = [s for s in stock(config(seqs, batched, architecture, drafts)) if s <= seqs * (1 + drafts)]
     found = config(seqs, batched, architecture, drafts)
     sizes = chosen(found)
     assert sizes[: len(wanted)] == wanted
@@ -106,6 +111,7 @@ def test_sizes_go_up_to_the_batch_and_keep_those_of_decode(
         {"max_cudagraph_capture_size": 128},
         {"compile_sizes": [1000]},
         {"lora_config": None},
+        {"data_parallel_size": 2},
         {"enable_sp": True},
         {"cudagraph_mode": CUDAGraphMode.FULL},
         {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY},
@@ -115,6 +121,11 @@ def test_sizes_go_up_to_the_batch_and_keep_those_of_decode(
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "GptOssForCausalLM"])
 def test_what_is_not_ours_stays(given: dict[str, Any], architecture: str) -> None:
     assert chosen(config(**given, architecture=architecture)) == stock(config(**given, architecture=architecture))
+
+
+@pytest.mark.parametrize(("drafts", "largest"), [(1, 8192), (2, 8190), (3, 8192), (4, 8190)])
+def test_the_largest_size_is_of_whole_requests(drafts: int, largest: int) -> None:
+    assert chosen(config(drafts=drafts))[-1] == largest
 
 
 def test_without_graphs_there_are_none() -> None:
@@ -153,6 +164,15 @@ def test_attention_sees_the_sizes_of_decode(fails: bool) -> None:
     assert largest == seen[-1] == 32
 
 
+@pytest.mark.parametrize(("drafts", "seqs"), [(2, 171), (2, 250), (5, 100), (6, 100)])
+def test_attention_is_told_of_graphs_of_decode_that_are_rounded_up(drafts: int, seqs: int) -> None:
+    found = config(seqs, drafts=drafts)
+    sizes = chosen(found)
+    tokens = seqs * (1 + drafts)
+    rounded = [-(-size // (1 + drafts)) * (1 + drafts) for size in sizes if size <= tokens]
+    assert build(found)[1] >= max(size for size in rounded if size <= tokens)
+
+
 def test_attention_in_the_graph_sees_all_sizes() -> None:
     found = config(cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=[1, 32, 4096])
     sizes = chosen(found)
@@ -163,3 +183,18 @@ def test_attention_sees_decodes_sizes_of_those_that_a_user_gives() -> None:
     found = config(cudagraph_capture_sizes=[1, 32, 4096])
     chosen(found)
     assert build(found) == ([1, 32], 32)
+
+
+def test_the_two_largest_with_adapters_come_first() -> None:
+    """Of them vLLM makes its estimate of memory: the second by the number of graphs."""
+    keys = {BatchDescriptor(n, has_lora=bool(a), num_active_loras=a) for n in (16, 512, 8192) for a in (0, 9)}
+    dispatcher: Any = SimpleNamespace(
+        keys_initialized=True,
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        cudagraph_keys={CUDAGraphMode.PIECEWISE: keys, CUDAGraphMode.FULL: set()},
+    )
+    ((mode, found),) = CudagraphDispatcher.get_capture_descs(dispatcher)
+    assert mode == CUDAGraphMode.PIECEWISE
+    assert [(d.num_tokens, d.num_active_loras) for d in found] == [
+        (8192, 9), (512, 9), (16, 9), (8192, 0), (512, 0), (16, 0),
+    ]  # fmt: skip

@@ -77,6 +77,28 @@ def test_sizes_that_add_nothing_are_left_out() -> None:
     assert any(1025 <= size <= 1066 for size in added)
 
 
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize(
+    ("graphs", "eager", "with_adapters", "without"),
+    [
+        ({"sizes": [1, 64, 512]}, False, 512, 512),
+        ({"sizes": [1, 64, 512], "specialize": False}, False, 512, 0),
+        ({"sizes": []}, False, 0, 0),
+        ({"sizes": [1, 64]}, True, 0, 0),
+    ],
+)
+def test_batches_above_their_largest_graph_are_run(
+    graphs: dict[str, Any], eager: bool, with_adapters: int, without: int, adapters: bool
+) -> None:
+    compilation = SimpleNamespace(
+        cudagraph_capture_sizes=graphs["sizes"], cudagraph_specialize_lora=graphs.get("specialize", True)
+    )
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=compilation), model_config=SimpleNamespace(enforce_eager=eager)
+    )
+    assert warm.largest_graph(worker, adapters) == (with_adapters if adapters else without)
+
+
 def experts_of_kind(name: str, activation: MoEActivation, slices: int = 1, bases: tuple[type, ...] = ()) -> Any:
     """A layer of experts with LoRA, as far as warm-up looks at it."""
     kernel = SimpleNamespace(fused_experts=type(name, bases, {})())

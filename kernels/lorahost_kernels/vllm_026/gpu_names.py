@@ -37,6 +37,8 @@ GPU_NAMES: dict[str, str | None] = {
     "vllm.config:VllmConfig": None,
     "vllm.config:VllmConfig._set_cudagraph_sizes": "self",
     "vllm.config:VllmConfig.try_verify_and_update_config": "self",
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher": None,
+    "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.get_capture_descs": "self",
     "vllm.v1.worker.utils:AttentionGroup": None,
     "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders": (
         "self vllm_config device kernel_block_size num_metadata_builders"
@@ -106,16 +108,18 @@ OAI_NAMES: dict[str, str | None] = {
 # `module:class` -> attributes of its instances.
 GPU_ATTRIBUTES: dict[str, str] = {
     "vllm.config:VllmConfig": (
-        "additional_config compilation_config lora_config scheduler_config num_speculative_tokens"
+        "additional_config compilation_config lora_config parallel_config scheduler_config num_speculative_tokens"
     ),
     "vllm.config:LoRAConfig": "lora_dtype max_loras",
     "vllm.config:ModelConfig": "enforce_eager hf_text_config",
     "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
-    "vllm.config:ParallelConfig": "tensor_parallel_size",
+    "vllm.config:ParallelConfig": "data_parallel_size tensor_parallel_size",
     "vllm.config:CompilationConfig": (
-        "cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_mode compile_sizes pass_config"
+        "cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_mode cudagraph_specialize_lora compile_sizes "
+        "pass_config"
     ),
     "vllm.config:PassConfig": "enable_sp",
+    "vllm.forward_context:BatchDescriptor": "num_tokens num_active_loras",
     "vllm.lora.layers.utils:LoRAMapping": "index_mapping prompt_mapping is_prefill",
     "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase": (
         "_token_lora_indices _sampler_indices _sampler_indices_padded _embeddings_indices indices_len is_prefill"

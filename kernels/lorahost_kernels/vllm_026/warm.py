@@ -44,17 +44,18 @@ def kernel_warmup(worker: Any) -> None:
         tensor_parallel=worker.parallel_config.tensor_parallel_size,
         fused=any(map(runs_fused_expands, modules)),
     )
-    low, high = largest_graph(worker), worker.scheduler_config.max_num_batched_tokens
+    high = worker.scheduler_config.max_num_batched_tokens
     experts, topk = experts_of(config)
-    start = time.monotonic()
-    known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
     products = products_of(modules, topk)
-    sizes = sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
-    for size in sizes:
-        for adapters in (runner.lora_config.max_loras + 1, 0):
+    start = time.monotonic()
+    for adapters in (runner.lora_config.max_loras + 1, 0):
+        low = largest_graph(worker, adapters > 0)
+        known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
+        sizes = sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
+        for size in sizes:
             runner._dummy_run(size, skip_eplb=True, remove_lora=False, num_active_loras=adapters)
+        log.info("lorahost warm-up: prefill sizes %s, %d adapters, %.1f s", sizes, adapters, time.monotonic() - start)
     runner.maybe_remove_all_loras(runner.lora_config)
-    log.info("lorahost warm-up: %d prefill sizes %s in %.1f s", len(sizes), sizes, time.monotonic() - start)
 
 
 def runs_fused_expands(module: Any) -> bool:
@@ -67,10 +68,13 @@ def runs_fused_expands(module: Any) -> bool:
     return "UnfusedOAITritonExperts" in kinds and module.moe_config.activation == MoEActivation.SWIGLUOAI
 
 
-def largest_graph(worker: Any) -> int:
-    """Tokens of the largest captured graph; 0 without graphs."""
-    sizes = worker.vllm_config.compilation_config.cudagraph_capture_sizes
-    return 0 if worker.model_config.enforce_eager or not sizes else int(max(sizes))
+def largest_graph(worker: Any, adapters: bool) -> int:
+    """Tokens of the largest captured graph of batches with or without adapters; 0 where there is none."""
+    graphs = worker.vllm_config.compilation_config
+    sizes = graphs.cudagraph_capture_sizes
+    if worker.model_config.enforce_eager or not sizes or not (adapters or graphs.cudagraph_specialize_lora):
+        return 0
+    return int(max(sizes))
 
 
 def experts_of(config: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Launches a kernel again without asking Triton what it is: prefill runs outside CUDA graphs, a dozen launches a layer.
+"""Launches a kernel again without asking Triton what it is: outside CUDA graphs that is a dozen launches a layer.
 
 Triton binds and specialises every argument of every launch, about 50 here. A launch whose key was seen before goes to
 the compiled kernel at once, with the constants of the first time and the pointers of this time.
