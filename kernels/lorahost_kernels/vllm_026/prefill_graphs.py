@@ -20,7 +20,7 @@ log = logging.getLogger("vllm.lorahost")
 
 # above it a step keeps the GPU busy for longer than the host needs to launch it
 LARGEST = 8192
-# up to it padding costs little: a step takes about as long as the weights take to be read
+# below it a step takes about as long as reading the weights, so padding should cost little (not measured)
 COARSE_BELOW = 512
 FREE = "lorahost_sizes_are_free"
 
