@@ -66,6 +66,8 @@ ENGINES = {
     "ours-marlin-tp2": Engine("on", {"tensor_parallel_size": 2, "moe_backend": "marlin"}, mxfp4_only=True, gpus=2),
     "stock-marlin-tp2": Engine("off", {"tensor_parallel_size": 2, "moe_backend": "marlin"}, mxfp4_only=True, gpus=2),
     "stock-graphs": Engine("off"),
+    # without torch.compile every step between products is rounded to bf16: what of a difference is vLLM's own
+    "stock-eager": Engine("off", {"enforce_eager": True}),
     "stock-ngram": Engine("off", {"speculative_config": DRAFTS}),
     "cpu": Engine("off", CPU, cpu=True),
     "cpu-ngram": Engine("off", {**CPU, "speculative_config": DRAFTS}, cpu=True),
