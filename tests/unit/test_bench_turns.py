@@ -72,9 +72,10 @@ def ask_of(base: bool, number: int) -> turns.Ask:
 def test_an_engine_warms_up_and_answers_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point, engine = Point("stock", loads=(Load(concurrency=2),), warmup=1, requests=3, output=600), Asked()
     first, second = asked(tmp_path, point, engine, monkeypatch, ask_of(False, 1), ask_of(True, 2))
-    # warm: adapters' and base traffic, with short answers
-    assert engine.rounds[:2] == [("closed:2", 2, None, 64), ("closed:2", 2, [""], 64)]
-    assert engine.rounds[2:] == [("closed:2", 3, None, 0), ("closed:2", 3, [""], 0)]
+    # warm: adapters' and base traffic, with short answers, after narrower bursts
+    assert engine.rounds[:2] == [("closed:1", 1, None, 4), ("closed:1", 1, [""], 4)]
+    assert engine.rounds[2:4] == [("closed:2", 2, None, 64), ("closed:2", 2, [""], 64)]
+    assert engine.rounds[4:] == [("closed:2", 3, None, 0), ("closed:2", 3, [""], 0)]
     rows.append(tmp_path / "rows.csv", [first["row"], second["row"]])
     found = rows.read(tmp_path / "rows.csv")
     assert [(r["path"], r["kernels"], r["alternation"]) for r in found] == [
@@ -82,6 +83,21 @@ def test_an_engine_warms_up_and_answers_with_rows(tmp_path: Path, monkeypatch: p
         ("lora-base", "off", "2"),
     ]
     assert {(r["run"], r["commit"], r["otps_p50"], r["load"]) for r in found} == {("r1", "c", "1", "closed:2")}
+
+
+@pytest.mark.parametrize(
+    ("widest", "bursts"),
+    [(1, []), (4, [1, 2, 3]), (16, [*range(1, 16)]), (64, [*range(1, 64, 4)]), (65, [*range(1, 65, 5)])],
+)
+def test_bursts_of_many_widths_come_before_the_warm_up(
+    widest: int, bursts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = (Load(concurrency=1), Load(concurrency=widest))
+    for warmup in (0, 1):
+        engine = Asked()
+        asked(tmp_path, Point("base", loads=loads, warmup=warmup), engine, monkeypatch)
+        assert [width for _, width, _, output in engine.rounds if output == 4] == bursts * warmup
+    assert [width for _, width, _, output in engine.rounds if output == 64] == [1, widest]
 
 
 def test_an_engine_without_a_good_request_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

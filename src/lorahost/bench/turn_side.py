@@ -16,6 +16,7 @@ from lorahost.bench.vllm_026.engine import Known, WrongEngineError, to_row
 # others warm up at the same time; kernels and graphs don't depend on how long an answer is
 WARM_TOKENS = 64
 WARM_WIDTH = 4  # of an open loop's warm-up
+BURSTS, BURST_TOKENS = 16, 4  # at most so many bursts before it, and their answers' length
 Probe = Callable[[], Awaitable[dict[str, list[Token]]]]
 
 
@@ -43,12 +44,8 @@ async def answer(
     Raises:
         WrongEngineError: all requests of a repeat failed.
     """
-    for load in point.loads:
-        many = load.concurrency or WARM_WIDTH
-        for warm in range(point.warmup):
-            for names in [None, [""]] if point.lora else [None]:
-                output = min(point.output, WARM_TOKENS)
-                await engine.round(Load(many), many, -1 - warm, names=names, output=output)
+    if point.warmup:
+        await _warm(point, engine)
 
     async def act(ask: turns.Ask) -> turns.Json:
         if ask["what"] == "probe":
@@ -58,6 +55,22 @@ async def answer(
         return {"row": {**await _repeat(point, engine, known, ask), **where}}
 
     await turns.serve(folder, {"gpu": known["gpu"], "start_s": known["start_s"]}, act)
+
+
+async def _warm(point: Point, engine: Measured) -> None:
+    traffic = [None, [""]] if point.lora else [None]
+    widest = max(load.concurrency or WARM_WIDTH for load in point.loads)
+    # each width makes other batch sizes, for which vLLM compiles routing kernels of its own
+    for width in range(1, widest, -(-widest // BURSTS)):
+        for names in traffic:
+            output = min(point.output, BURST_TOKENS)
+            await engine.round(Load(width), width, -1000 - width, names=names, output=output)
+    for load in point.loads:
+        many = load.concurrency or WARM_WIDTH
+        for warm in range(point.warmup):
+            for names in traffic:
+                output = min(point.output, WARM_TOKENS)
+                await engine.round(Load(many), many, -1 - warm, names=names, output=output)
 
 
 async def _repeat(point: Point, engine: Measured, known: Known, ask: turns.Ask) -> dict[str, object]:
