@@ -4,9 +4,10 @@ The engine has `slots` device slots for adapters. Its own scheduler lets request
 all others, so that an adapter without a slot can starve. Here a slot is a loan: while more adapters wait without one
 than slots are free, the slot whose holder has the least running is closed to new requests, drains, and goes to the
 adapter that has waited longest; one that has just lost its slot waits anew, however old its requests are. Among the
-adapters that may run, the one with the fewest requests running goes first. An adapter without a slot therefore waits
-for one answer of the holder that is drained for it, and no longer. The base model needs no slot and takes its turn
-like an adapter.
+adapters that may run, the one with the fewest requests running goes first. While no more adapters wait than there
+are slots, one without a slot therefore waits for one answer of the holder that is drained for it, and no longer; a
+request that comes while its adapter's slot drains waits for that first. The base model needs no slot and takes its
+turn like an adapter.
 
 Single-threaded: every method runs on the engine's event loop.
 """

@@ -58,7 +58,7 @@ def decode_limit(config: Any) -> int:
 
 
 def is_free(config: Any) -> bool:
-    """Whether the sizes are ours to choose: LoRA, piecewise graphs of prefill, and nothing given by the user.
+    """Whether the sizes are ours to choose: there is LoRA, and the user has given nothing about them.
 
     Not with data parallelism: once all ranks run graphs, vLLM pads all of them to the largest one's size.
     """
@@ -69,8 +69,6 @@ def is_free(config: Any) -> bool:
         and graphs.cudagraph_capture_sizes is None
         and graphs.max_cudagraph_capture_size is None
         and not graphs.compile_sizes
-        and (graphs.cudagraph_mode is None or graphs.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE)
-        and not graphs.pass_config.enable_sp
     )
 
 

@@ -48,14 +48,20 @@ def kernel_warmup(worker: Any) -> None:
     experts, topk = experts_of(config)
     products = products_of(modules, topk)
     start = time.monotonic()
-    for adapters in (runner.lora_config.max_loras + 1, 0):
-        low = largest_graph(worker, adapters > 0)
-        known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
-        sizes = sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
-        for size in sizes:
+    lows = {n: largest_graph(worker, n > 0) for n in (runner.lora_config.max_loras + 1, 0)}
+    sizes = {low: prefill_sizes(low, high, experts, topk, products) for low in set(lows.values())}
+    for adapters, low in lows.items():
+        for size in sizes[low]:
             runner._dummy_run(size, skip_eplb=True, remove_lora=False, num_active_loras=adapters)
-        log.info("lorahost warm-up: prefill sizes %s, %d adapters, %.1f s", sizes, adapters, time.monotonic() - start)
+        took = time.monotonic() - start
+        log.info("lorahost warm-up: prefill sizes %s, %d adapters, %.1f s", sizes[low], adapters, took)
     runner.maybe_remove_all_loras(runner.lora_config)
+
+
+def prefill_sizes(low: int, high: int, experts: int, topk: int, products: Collection[Product]) -> list[int]:
+    """Sizes above `low` up to `high` that together compile what any of them needs, the largest first."""
+    known = {*between(low, high), *gemm_variants(low, high, experts, topk)}
+    return sorted({*known, *lora_variants(low, high, products, known)}, reverse=True)
 
 
 def runs_fused_expands(module: Any) -> bool:
