@@ -65,6 +65,11 @@ def test_slots_are_measured_after_two_calibrations(tmp_path: Path, monkeypatch: 
     assert "open loop: in flight on average 3.8 on 16 slots, 4.3 on 8 slots; meant are 4 on 16" in found.output
     assert CliRunner().invoke(main, line).exit_code == 0
     assert len(ran) == 4
+    # another order of adapters in the same file has a calibration and claims of its own
+    assert CliRunner().invoke(main, [*line, "--choice", "zipf"]).exit_code == 0
+    assert [(p.choice, p.benchmark, p.slots) for p in ran[4:]] == [
+        ("zipf", "slots-rate", 16), ("zipf", "slots-rate", 16), ("zipf", "slots", 16), ("zipf", "slots", 8),
+    ]  # fmt: skip
 
 
 def test_rows_without_the_number_in_flight_are_reported_without_it(tmp_path: Path) -> None:

@@ -172,11 +172,12 @@ def test_the_command_line_plans_two_servers(monkeypatch: pytest.MonkeyPatch, tmp
     seen: list[Spec] = []
     monkeypatch.setattr(SlotsTogether, "run", lambda self: (seen.extend(self._specs), Outcome())[1])
     line = ["bench", "slots", "--together", "--adapters", "6", "--slots", "3", "--path", "stock", "--kv-bytes", "1e9"]
-    ran = CliRunner().invoke(main, [*line, "--out", str(tmp_path / "rows.csv"), "--requests", "5"])
+    ran = CliRunner().invoke(main, [*line, "--out", str(tmp_path / "rows.csv"), "--requests", "5", "--choice", "zipf"])
     assert ran.exit_code == 0, ran.output
     assert [(s.name, s.point.path, s.point.via, s.point.slot_count, s.point.requests) for s in seen] == [
         ("many", "stock", "http", 6, 5), ("few", "stock", "http", 3, 5),
     ]  # fmt: skip
+    assert {spec.point.choice for spec in seen} == {"zipf"}
     assert {spec.point.extra["kv_cache_memory_bytes"] for spec in seen} == {1_000_000_000}
     stray = CliRunner().invoke(main, ["bench", "slots", "--kv-bytes", "1e9"])
     assert "--kv-bytes is only for --together" in stray.output

@@ -16,7 +16,7 @@ from lorahost.bench import retention as retaining
 from lorahost.bench import rows, steps, tables
 from lorahost.bench import slots as slotting
 from lorahost.bench import together as together_run
-from lorahost.bench.loads import Load
+from lorahost.bench.loads import Choice, Load
 from lorahost.bench.point import Point
 from lorahost.bench.shapes import SHAPES
 from lorahost.bench.together_options import OPTIONS, ROOM, Option, Options, click_arguments
@@ -218,7 +218,8 @@ def retention(
 
 
 def _measure_slots(o: dict[str, Any], path: str, few: int) -> int:
-    more = {"path": path, "adapters": o["adapters"], "requests": o["requests"], "repeats": 1, "warmup": 1}
+    more = {key: o[key] for key in ("adapters", "requests", "choice")}
+    more |= {"path": path, "repeats": 1, "warmup": 1}
     options = Options.of({option.name.replace("-", "_"): option.default for option in OPTIONS} | o)
     run = SlotsTogether(_make_point(o, **more), few, options, click.echo)
     return together_run.report(run.run(), click.echo)
@@ -228,28 +229,33 @@ def _measure_slots(o: dict[str, Any], path: str, few: int) -> int:
 @click.option("--adapters", default=16, show_default=True)
 @click.option("--slots", default=8, show_default=True, help="Fewer than adapters.")
 @click.option("--path", type=click.Choice(["stock", "ours", "ours-tuned"]), default="ours", show_default=True)
+@click.option("--choice", type=click.Choice(["round-robin", "zipf"]), default="round-robin", show_default=True)
 @click.option("--out", type=CSV, default=RESULTS / "slots.csv", show_default=True)
 @_point
 @_slots_together
-def slots(adapters: int, slots: int, path: str, out: Path, together: bool, **options: Any) -> None:
+def slots(adapters: int, slots: int, path: str, choice: Choice, out: Path, together: bool, **options: Any) -> None:
     """More adapters than slots, through the server: open loop with 4 in flight, closed loop at 16.
 
     With --together both servers start at the same time, with a small KV cache each, and are measured in turn.
     """
     _no_stray_options(together)
     if together:
-        sys.exit(_guarded(lambda: _measure_slots({**options, "adapters": adapters, "out": out}, path, slots)))
+        given = {**options, "adapters": adapters, "choice": choice, "out": out}
+        sys.exit(_guarded(lambda: _measure_slots(given, path, slots)))
+
+    def found_rows() -> list[rows.Row]:
+        return [row for row in steps.read(out) if row["choice"] == choice]
 
     def act() -> bool:
-        point = _make_point(options, adapters=adapters, path=path)
+        point = _make_point(options, adapters=adapters, path=path, choice=choice)
         if _run([slotting.calibration(point)], out, options):
             return True
-        if _run([slotting.calibration(point, slotting.suggested_rate(steps.read(out)))], out, options):
+        if _run([slotting.calibration(point, slotting.suggested_rate(found_rows()))], out, options):
             return True
-        rate = slotting.rate_of(steps.read(out))
+        rate = slotting.rate_of(found_rows())
         if _run(slotting.plan(point, slots, rate, options["alternations"]), out, options):
             return True
-        measured = steps.read(out)
+        measured = found_rows()
         found = slotting.claims(measured, adapters, slots)
         click.echo(f"{slotting.in_flight(measured, adapters, slots)}\n\n{slotting.report(found)}")
         return all(claim.holds for claim in found)
