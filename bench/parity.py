@@ -55,7 +55,9 @@ CPU = {
 }
 ENGINES = {
     "ours-graphs": Engine("on"),
-    # fewer slots than adapters: they take turns
+    # torch.compile without CUDA graphs
+    "ours-compiled": Engine("on", {"compilation_config": {"cudagraph_mode": "NONE"}}),
+    # neither; fewer slots than adapters: they take turns
     "ours-eager": Engine("on", {"enforce_eager": True, "max_loras": 2}),
     "ours-ngram": Engine("on", {"speculative_config": DRAFTS}),
     # products whose columns are no multiple of 8 are padded for certain, see lorahost_kernels.vllm_026.router_logits
@@ -70,6 +72,8 @@ ENGINES = {
     "stock-eager": Engine("off", {"enforce_eager": True}),
     "stock-ngram": Engine("off", {"speculative_config": DRAFTS}),
     "cpu": Engine("off", CPU, cpu=True),
+    # without bf16's rounding: whether the reference is what the CPU path computes
+    "cpu-fp32": Engine("off", {**CPU, "dtype": "float32"}, cpu=True),
     "cpu-ngram": Engine("off", {**CPU, "speculative_config": DRAFTS}, cpu=True),
 }
 

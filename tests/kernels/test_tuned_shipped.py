@@ -66,7 +66,7 @@ def test_the_h200_has_gpt_oss_20b() -> None:
 @by_file
 def test_a_file_says_with_what_it_was_measured(path: Path) -> None:
     file = read(path)
-    assert {p.run for p in (*file.moe, *file.dense)} == set(range(len(file.runs)))
+    assert {p.run for p in (*file.moe, *file.moe_fused, *file.dense)} == set(range(len(file.runs)))
     for run in file.runs:
         assert re.fullmatch(r"\d+(\.\d+)+", run.driver)
         assert re.match(r"\d+\.\d+\.\d+", run.torch)
@@ -79,9 +79,9 @@ def test_a_file_says_with_what_it_was_measured(path: Path) -> None:
 @by_file
 def test_every_row_can_run_and_pays(path: Path) -> None:
     file = read(path)
-    for point in (*file.moe, *file.dense):
+    for point in (*file.moe, *file.moe_fused, *file.dense):
         rows = point.rows()
-        assert len(rows) == (4 if point in file.moe else 2 * len(file.modules))
+        assert len(rows) == (2 * len(file.modules) if point in file.dense else 4)
         found = {key: tiles(row.config) for key, row in rows.items()}
         block_m = listed(next(iter(found.values())))
         problems = [legal.problem(c, point.rank, block_m, LIMITS[file.gpu]) for c in found.values()]
@@ -210,14 +210,45 @@ def test_an_engine_on_another_gpu_gets_the_defaults(gpu: str) -> None:
     assert [launched(name, 8, 32, tokens) for name, tokens in places] == usual
 
 
+def fused_launches(rank: int, tokens: int) -> tuple[int | None, dict[str, Config]]:
+    """The work list that a fused engine of 8 slots builds, and the tiles that its launchers take."""
+    block_m = work_block_m(tokens * 4, 8 * 32, rank)
+    index = {"dtype": torch.int32}
+    work = None if block_m is None else WorkList(meta(tokens * 4, **index), meta(4, **index), 64, block_m)
+    routing = Routing(meta(tokens, **index), meta(9, **index), 32, meta(tokens, 4, **index), work=work)
+    last = "expand_topk_sum" if work is None else "down_expand"
+    a, gate_up, down = (meta(8, 32, *shape) for shape in ((rank, 2880), (5760, rank), (2880, rank)))
+    found: dict[str, Config] = {op: default_shrink(routing, [a], op) for op in ("gate_up_shrink", "down_shrink")}
+    found["expand_swiglu"] = default_expand(routing, [gate_up], "expand_swiglu")
+    return block_m, found | {last: default_expand(routing, [down], last)}
+
+
+@pytest.mark.parametrize("rank", [16, 32])
+def test_a_fused_engine_gets_the_rows_of_its_own_family(rank: int) -> None:
+    start(CONFIG, 8, device=H200, environ={}, fused=True)
+    exact = set()
+    for tokens in SIZES:
+        point = expected("moe_fused", 8, rank, tokens)
+        block_m, found = fused_launches(rank, tokens)
+        wanted = {op: row.config.model_dump() for (_, op), row in point.rows().items()}
+        assert found.keys() == wanted.keys()
+        for op, config in found.items():
+            assert wanted[op].items() <= asdict(config).items(), (op, tokens)
+            assert listed(config) == block_m
+        exact |= {tokens} if point.tokens == tokens and point.rank == rank else set()
+    assert exact == {2**i for i in range(14)}
+
+
 @pytest.mark.parametrize("rank", [16, 32])
 @pytest.mark.parametrize("tokens", [1024, 8192])
-def test_the_expand_with_the_activation_keeps_default_tiles_on_the_tuned_work_list(rank: int, tokens: int) -> None:
-    start(CONFIG, 8, device=H200, environ={}, fused=True)
-    block_m = work_block_m(tokens * 4, 8 * 32, rank)
+def test_without_rows_of_its_own_a_fused_engine_keeps_default_expands_on_the_tuned_work_list(
+    rank: int, tokens: int, tmp_path: Path
+) -> None:
+    plain = json.loads(GPT_OSS.read_text())
+    del plain["moe_fused"]
+    plain["runs"] = plain["runs"][:1]
+    saved(tmp_path, plain)
+    start(CONFIG, 8, device=H200, environ={load.VARIABLE: str(tmp_path)}, fused=True)
+    block_m, found = fused_launches(rank, tokens)
     assert block_m == expected("moe", 8, rank, tokens).gate_up_expand.config.block_m
-    index = {"dtype": torch.int32}
-    work = WorkList(meta(tokens * 4, **index), meta(4, **index), 64, block_m)
-    routing = Routing(meta(tokens, **index), meta(9, **index), 32, meta(tokens, 4, **index), work=work)
-    found = default_expand(routing, [meta(8, 32, 5760, rank)], "expand_swiglu")
-    assert found == configs.expand_config(tokens * 4, 256, rank, 5760, 1, block_m)
+    assert found["expand_swiglu"] == configs.expand_config(tokens * 4, 256, rank, 5760, 1, block_m)
