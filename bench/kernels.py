@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import triton
@@ -35,6 +36,13 @@ COLUMNS = (
     "kernel", "provider", "mode", "metric", "unit", "x_name", "x_value", "p50", "p20", "p80", "config", "gpu",
     "versions", "date", "git_rev",
 )  # fmt: skip
+
+
+class Named(Protocol):
+    """What rows are told apart by."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -73,30 +81,38 @@ def measure(calls: Sequence[Callable[[], object]], checked: Sequence[tuple[cases
         return Result(None, float("nan"), f"{type(failure).__name__}: {failure}"[:80])
 
 
+def moe_layers(shape: cases.MoeShape, tokens: int, adapters: int) -> list[tuple[cases.Layer, cases.Layer]]:
+    """(gate_up, down) of several layers."""
+    pairs = tokens * shape.topk
+    touched = min(pairs, shape.experts * adapters) * shape.rank * (2 * shape.hidden + 6 * shape.intermediate)
+    count = max(2, min(10, int(4e8 // touched)))
+    return [cases.moe_layer(shape, tokens, SLOTS, adapters, DEVICE, DTYPE) for _ in range(count)]
+
+
 def moe_results(name: str, tokens: int, adapters: int, providers: Sequence[Provider]) -> list[Result]:
     """gate_up and down of one layer, grouping included."""
     shape = cases.MOE[name]
-    pairs = tokens * shape.topk
-    touched = min(pairs, shape.experts * adapters) * shape.rank * (2 * shape.hidden + 6 * shape.intermediate)
-    layers = [
-        cases.moe_layer(shape, tokens, SLOTS, adapters, DEVICE, DTYPE)
-        for _ in range(max(2, min(10, int(4e8 // touched))))
-    ]
+    layers = moe_layers(shape, tokens, adapters)
     checked = [(layers[0][0], False), (layers[0][1], True)]
     return [measure([p.moe(shape, *pair) for pair in layers], checked) for p in providers]
 
 
-def dense_results(name: str, tokens: int, adapters: int, providers: Sequence[Provider]) -> list[Result]:
-    """All LoRA-wrapped linears of one block."""
-    shape = cases.DENSE[name]
+def dense_layers(shape: cases.DenseShape, tokens: int, adapters: int) -> list[list[cases.Layer]]:
+    """The LoRA-wrapped linears of several blocks."""
     size = sum(shape.rank * (k * len(widths) + sum(widths)) * 2 for k, widths in shape.modules.values())
-    layers = [
+    count = max(2, min(40, int(4e8 // (size * adapters)))) if tokens < 1024 else 2
+    return [
         [
             cases.dense_layer(k, widths, shape.rank, tokens, SLOTS, adapters, DEVICE, DTYPE)
             for k, widths in shape.modules.values()
         ]
-        for _ in range(max(2, min(40, int(4e8 // (size * adapters)))) if tokens < 1024 else 2)
+        for _ in range(count)
     ]
+
+
+def dense_results(name: str, tokens: int, adapters: int, providers: Sequence[Provider]) -> list[Result]:
+    """All LoRA-wrapped linears of one block."""
+    layers = dense_layers(cases.DENSE[name], tokens, adapters)
     checked = [(module, True) for module in layers[0]]
     return [measure([p.dense(modules) for modules in layers], checked) for p in providers]
 
@@ -116,7 +132,7 @@ def line(label: str, results: Sequence[Result], providers: Sequence[Provider]) -
 
 
 def rows(
-    kernel: str, tokens: int, config: str, rev: str, results: Sequence[Result], providers: Sequence[Provider]
+    kernel: str, tokens: int, config: str, rev: str, results: Sequence[Result], providers: Sequence[Named]
 ) -> list[list[object]]:
     """Tidy rows: one for each time and error."""
     where = [
