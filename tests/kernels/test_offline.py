@@ -1,5 +1,6 @@
-"""Kernels compile for GPUs that are not there, without spills, and in few variants over all batch sizes."""
+"""Kernels compile for GPUs that are not there, without spills, as recorded, and in few variants over batch sizes."""
 
+import difflib
 import json
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "bench/results/registers.csv"
+REWRITE = "python -m tests.kernels.offline record"
 
 
 def run(what: str) -> Any:
@@ -18,19 +21,40 @@ def run(what: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_every_kernel_compiles_for_sm_80_90_and_100_within_its_registers() -> None:
+def differences(recorded: str, compiled: str) -> list[str]:
+    """Rows of one text that the other lacks: - recorded, + compiled."""
+    lines = difflib.unified_diff(recorded.splitlines(), compiled.splitlines(), n=0, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+
+
+# one test, since it takes minutes: with several workers each would compile for itself
+def test_every_kernel_compiles_for_sm_80_90_and_100_within_its_registers_and_as_recorded() -> None:
     found = run("compile")
-    assert {u["sm"] for u in found} == {80, 90, 100}
-    for u in found:
-        print(*u.values())
+    assert {u["arch"] for u in found["rows"]} == {"sm_80", "sm_90", "sm_100"}
+    for u in found["rows"]:
         # 255 registers a thread are all there are; up to rank 64 at least two programs fit a multiprocessor
         assert u["registers"] <= 255, u
-        assert "256" in u["shape"] or u["registers"] * 32 * u["warps"] <= 65536 // 2, u
-        assert u["spilled"] == 0, u
-        assert u["shared"] <= (227 if u["sm"] >= 90 else 163) * 1024, u
+        assert "rank 256" in u["case"] or u["registers"] * 32 * u["warps"] <= 65536 // 2, u
+        assert u["spills"] == 0, u
+        assert u["shared_bytes"] <= (163 if u["arch"] == "sm_80" else 227) * 1024, u
+    places = [tuple(u[c] for c in ("kernel", "case", "arch", "dtype")) for u in found["rows"]]
+    assert len(set(places)) == len(places), "two rows of one kernel, case, architecture and dtype"
+    recorded = RECORD.read_bytes().decode()
+    assert recorded == found["csv"], "\n".join(
+        (
+            f"{RECORD.relative_to(ROOT)} (-) is not what Triton {found['triton']} compiled (+).",
+            f"Where that is meant, `{REWRITE}` rewrites it.",
+            *differences(recorded, found["csv"]),
+        )
+    )
+
+
+def test_every_kernel_that_a_launcher_launches_is_compiled() -> None:
+    found = run("kernels")
+    assert len(found["launched"]) >= 16
+    assert found["matrix"] == found["launched"], "cases() in tests/kernels/offline.py must launch every kernel of ops"
 
 
 def test_few_variants_serve_every_batch_size() -> None:
     for kernel, count in run("variants").items():
-        print(kernel, count)
         assert count <= (1 if kernel.startswith("work list") else 12), (kernel, count)
