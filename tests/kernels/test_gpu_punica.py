@@ -90,6 +90,65 @@ def test_batch_without_adapters_launches_nothing(
     assert not y.any()
 
 
+def moe_step(wrapper: gpu_punica.GpuPunicaWrapper, tokens: int) -> tuple[Any, Tensor, Tensor]:
+    """One MoE layer's gate_up and down, as vLLM's experts call them: what add_lora_w13 gave, and both outputs.
+
+    All slots but those of adapters 11 and 7 hold NaN; outputs start as ones.
+    """
+    experts, topk, width = 3, 2, 16
+    g = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=g).to(DEVICE, DTYPE)  # noqa: E731
+    a13, b13 = (tuple(draw(SLOTS, experts, *two) for _ in range(2)) for two in ((RANK, HIDDEN), (width, RANK)))
+    a2, b2 = (draw(SLOTS, experts, RANK, width),), (draw(SLOTS, experts, HIDDEN, RANK),)
+    for weights in (*a13, *b13, *a2, *b2):
+        weights[IDS.index(None)] = float("nan")
+    ids = torch.randint(0, experts, (tokens, topk), generator=g, dtype=torch.int32).to(DEVICE)
+    y13, y2 = (torch.ones(tokens, topk, n, device=DEVICE, dtype=DTYPE) for n in (2 * width, HIDDEN))
+    common: dict[str, Any] = {
+        "topk_weights": torch.rand(tokens, topk, generator=g).to(DEVICE), "w1": None, "w2": None,
+        "num_tokens": tokens, "top_k_num": topk, "max_loras": SLOTS, "top_k": topk, "fully_sharded": False,
+        "adapter_enabled": torch.ones(SLOTS + 1, dtype=torch.int32, device=DEVICE), "use_tuned_config": False,
+    }  # fmt: skip
+    grouping = wrapper.add_lora_w13(
+        y13, draw(tokens, HIDDEN), a13, b13, topk_ids=ids, expert_map=None, local_num_experts=experts, num_slices=2,
+        **common,
+    )  # fmt: skip
+    keys = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
+    groups = dict(zip(keys, grouping, strict=True))
+    wrapper.add_lora_w2(y2, draw(tokens * topk, width), a2, b2, tp_rank=0, **groups, **common)
+    return grouping, y13, y2
+
+
+# few rows are served one by one, many from a work list
+@pytest.mark.parametrize("tokens", [9, 200])
+def test_experts_without_adapters_launch_nothing(
+    wrapper: gpu_punica.GpuPunicaWrapper, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    # the step before had adapters
+    use(wrapper, [7, 11] * (tokens // 2))
+    for owner, name in (
+        *((layer, product) for product in ("gate_up", "down")),
+        *((gpu_punica, grouping) for grouping in ("with_work_list", "build_work_list")),
+        *((punica_gpu.PunicaWrapperGPU, stock) for stock in ("add_lora_w13", "add_lora_w2")),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    use(wrapper, [0] * tokens)
+    assert wrapper.batch_without_adapters()
+    grouping, y13, y2 = moe_step(wrapper, tokens)
+    assert grouping == (None, None, None, None)
+    assert (y13 == 1).all()
+    assert (y2 == 1).all()
+
+
+def test_experts_with_an_adapter_in_one_row_change_that_row_alone(wrapper: gpu_punica.GpuPunicaWrapper) -> None:
+    use(wrapper, [0, 0, 7, 0])
+    assert not wrapper.batch_without_adapters()
+    _, *outputs = moe_step(wrapper, 4)
+    for y in outputs:
+        assert [bool((row != 1).any()) for row in y] == [False, False, True, False]
+        assert y.isfinite().all()
+
+
 def test_unknown_adapter_is_an_error(wrapper: gpu_punica.GpuPunicaWrapper) -> None:
     with pytest.raises(KeyError, match="adapter id 5 is in no slot"):
         use(wrapper, [7, 5])

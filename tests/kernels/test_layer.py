@@ -122,13 +122,38 @@ def test_output_overwritten_instead_of_added_to(mode: str) -> None:
     check("gate_up", grouped(inputs, mode, 3), DTYPES[0], None, add_inputs=False)
 
 
-def test_mixed_ranks_are_zero_padded_rows() -> None:
-    inputs = make(Case("mixed", rank=16, slots_of=lambda m: [s % 3 for s in range(m)]), DTYPES[0], seed=6)
-    for slot, rank in enumerate((4, 8, 16)):
+def cut_to_ranks(inputs: Inputs, ranks: tuple[int, ...]) -> None:
+    """Zeros behind the rank of each slot's adapter, as vLLM's slot buffers have them."""
+    for slot, rank in enumerate(ranks):
         for a, b in zip(inputs.lora_a, inputs.lora_b, strict=True):
             a[slot, :, rank:] = 0
             b[slot, :, :, rank:] = 0
+
+
+def test_mixed_ranks_are_zero_padded_rows() -> None:
+    inputs = make(Case("mixed", rank=16, slots_of=lambda m: [s % 3 for s in range(m)]), DTYPES[0], seed=6)
+    cut_to_ranks(inputs, (4, 8, 16))
     check("gate_up", inputs, DTYPES[0], None)
+
+
+@MODES
+@pytest.mark.parametrize("op", OPS)
+def test_ranks_from_4_to_256_in_one_batch(op: str, mode: str) -> None:
+    ranks = (4, 16, 64, 256)
+    case = Case("to 256", tokens=5, experts=2, slots=4, hidden=32, width=32, rank=256,
+                slots_of=lambda m: [2, 0, -1, 3, 1])  # fmt: skip
+    # the default's two ranks a program take minutes in the interpreter
+    few_programs = (ShrinkConfig("pair", block_k=32, ranks=64), ExpandConfig("pair", block_n=32))
+    dtype = DTYPES[0] if op == "gate_up" else DTYPES[1]
+    inputs = make(case, dtype, seed=10, down=op == "down", dense=op == "linear")
+    cut_to_ranks(inputs, ranks)
+    want, routing = reference(op, inputs), inputs.routing
+    check(op, grouped(inputs, mode, case.slots), dtype, few_programs if mode == "pair" else None)
+    # one by one, since the outputs of rank 256 outweigh those of rank 4
+    for slot in range(-1, len(ranks)):
+        rows = routing.token_slots == slot
+        assert rows.any()
+        assert relative_error(inputs.y[rows], want[rows]) < TOLERANCE[dtype], f"slot {slot}"
 
 
 def test_one_token_alone_gives_what_it_gives_in_a_batch() -> None:

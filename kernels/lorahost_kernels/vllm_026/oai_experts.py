@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe as oai
 import vllm.model_executor.layers.fused_moe.oracle.mxfp4 as mxfp4
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.utils import _resize_cache
 
@@ -32,11 +33,14 @@ def apply_patches() -> None:
 
 
 def backends() -> list[Any]:
-    """vLLM's order of MXFP4 backends with these experts behind the fused ones, which can't have LoRA.
+    """vLLM's order of MXFP4 backends; with LoRA these experts are behind the fused ones, which can't have it.
 
     Measured on an H200, see docs/kernels.md: faster than Marlin at decode in one run, at prefill across runs only.
     """
-    order = original(mxfp4, "_get_priority_backends_for_gpt_oss")()
+    order: list[Any] = original(mxfp4, "_get_priority_backends_for_gpt_oss")()
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.lora_config is None:
+        return order
     at = order.index(mxfp4.Mxfp4MoeBackend.TRITON) + 1
     return [*order[:at], mxfp4.Mxfp4MoeBackend.TRITON_UNFUSED, *order[at:]]
 
