@@ -225,7 +225,7 @@ def test_a_point_is_tuned_from_end_to_end(family: str, monkeypatch: pytest.Monke
     place = Place(family, 3, 3, 8)
     shape = shape_of(family)
     bench = Workbench(shape, family, 3, 8, torch.device("cpu"), torch.float32, l2_bytes=1)
-    ended = time.monotonic() + 6
+    ended = time.monotonic() + 12
     said: list[str] = []
     tuner = Tuner(lambda p: plan.spaces(shape, p, 227 * 1024, 800), time.monotonic, said.append)
     results: list[Result] = []

@@ -11,8 +11,8 @@ from tests.kernels.tuned_simulated import SHAPE, SHARED, Clock, Simulated, space
 from lorahost_kernels import configs
 from lorahost_kernels.configs import PROGRAMS
 from lorahost_kernels.tune import plan, search, space
+from lorahost_kernels.tune.known import Choice, distance
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.run import Choice, distance
 from lorahost_kernels.tune.space import Pair, Space
 from lorahost_kernels.tune.writer import Result
 from lorahost_kernels.tuned import legal

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from lorahost_kernels.configs import PROGRAMS, Config
 from lorahost_kernels.tune import plan
+from lorahost_kernels.tune.known import Choice, Key
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.run import Choice, Key, Tuner
+from lorahost_kernels.tune.run import Tuner
 from lorahost_kernels.tune.space import Pair, Space
 from lorahost_kernels.tuned.shape import KNOWN
 

@@ -79,7 +79,10 @@ def test_a_run_is_stopped_goes_on_and_its_file_is_good(tmp_path: Path, simulated
     assert state.exists()
     code, text = run(*arguments)
     assert code == 0, text
-    assert simulated[3:] == [Place("moe_fused", 1), Place("dense", 1)]
+    todo = [Place("moe_fused", 16), Place("dense", 16), Place("moe_fused", 1), Place("dense", 1)]
+    # a further pass finds nothing
+    assert simulated[3:] == [*todo[2:], *todo]
+    assert "4 points done, 0 left" in text
     assert "2 points are done by an earlier run" in text
     assert "moe_fused 8x32 M=1: 20.0 -> 18.0 us, 1.11 x, no list" in text
     assert "moe_fused (whole)      1.111 x" in text
@@ -95,7 +98,8 @@ def test_several_adapters_and_ranks_go_into_one_file(tmp_path: Path, simulated: 
     out = tmp_path / "x.json"
     common = ("--model", "gpt-oss-20b", "--jobs", "0", "--out", str(out))
     assert run(*common, "--sizes", "16", "--adapters", "1", "--families", "moe_fused")[0] == 0
-    simulated.extend([Place("moe_fused", 16)] * 2)  # the third one would be stopped
+    assert simulated == [Place("moe_fused", 16, 1)] * 2
+    simulated.append(Place("moe_fused", 16))  # the third one would be stopped
     code, text = run(*common, "--sizes", "16,1", "--adapters", "8,1", "--rank", "32,16")
     assert code == 0, text
     sizes = ("8x32 M=16", "8x16 M=16", "1x32 M=16", "1x16 M=16")
@@ -116,7 +120,7 @@ def test_a_file_of_plain_experts_takes_fused_ones_too(tmp_path: Path, simulated:
     assert run(*common, "--families", "moe")[0] == 0
     assert "moe_fused" not in out.read_text()
     before = read(out).moe
-    simulated.extend([Place("moe_fused", 16)] * 2)  # the third one would be stopped
+    simulated.append(Place("moe_fused", 16))  # the third one would be stopped
     assert run(*common)[0] == 0
     file = read(out)
     assert file.moe == before

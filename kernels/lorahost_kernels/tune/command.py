@@ -159,14 +159,16 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
     compiler = compiling.Compiler(compiling.default_jobs() if args.jobs is None else args.jobs, device.capability)
     lab = gpu.Lab(shape, device, compiler, say, state.banned)
     tuner = Tuner(lambda place: plan.spaces(shape, place, device.shared, device.programs), time.monotonic, say)
-    for result in [*output.known, *state.results]:
+    for result in output.known:
         tuner.learn(result)
+    for result in state.results:
+        tuner.resume(result)
     say(f"{device.name}, {', '.join(f'{k} {v}' for k, v in output.run.items() if k not in ('date', 'mix'))}")
     say(f"{shape.name}: {len(todo)} points into {output.path}")
     if state.results:
         say(f"{len(state.results)} points are done by an earlier run ({state.path})")
     try:
-        left = tuner.tune([p for p in todo if not state.has(p)], lab.open, started + args.budget, output.add)
+        left = tuner.tune(todo, lab.open, started + args.budget, output.add)
     except gpu.DeviceLostError as error:
         state.ban(error.candidate)
         print(f"error: {error}; the same command goes on without this candidate", file=sys.stderr)

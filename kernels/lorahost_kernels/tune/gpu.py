@@ -16,9 +16,9 @@ import triton
 
 from lorahost_kernels.ops.common.defaults import programs_of
 from lorahost_kernels.tune.compile import BROKEN, TOO_SLOW, Compiler, Pair
+from lorahost_kernels.tune.known import Choice, Key
 from lorahost_kernels.tune.measure import Batch, Workbench, WrongResultError, impossible
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.run import Choice, Key
 from lorahost_kernels.tuned.shape import ModelShape
 
 MIX = "half uniform, half Zipf: adapters with exponent 1, experts with 0.5; bfloat16"

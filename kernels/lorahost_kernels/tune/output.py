@@ -34,19 +34,20 @@ class Output:
         versions = {k: v for k, v in run.items() if k not in ("date", "mix")}
         self.state = State(state, {"gpu": gpu, "model": shape.name, **versions})
         self.known: list[Result] = []
-        self._written, self._count = -SECONDS_BETWEEN, 0
+        self._written, self._new = -SECONDS_BETWEEN, bool(self.state.results)
         if path.exists():
             writer.write(path, shape, gpu, run, [])  # refuses another GPU's or shape's file before any work
             self.known = writer.results_of(read(path))
 
     def add(self, result: Result) -> None:
-        """Keeps a point."""
+        """Keeps a point's result, in place of an earlier one."""
         self.state.add(result)
+        self._new = True
         if time.monotonic() - self._written > SECONDS_BETWEEN:
             self.write()
 
     def write(self) -> None:
         """Brings the file up to date."""
-        if len(self.state.results) > self._count:
+        if self._new:
             writer.write(self.path, self.shape, self.gpu, self.run, self.state.results)
-            self._written, self._count = time.monotonic(), len(self.state.results)
+            self._written, self._new = time.monotonic(), False

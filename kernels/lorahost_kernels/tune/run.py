@@ -1,25 +1,25 @@
-"""Tunes one point after the other within a budget; who measures is given, so that a simulation can."""
+"""Tunes point after point within a budget, and again; who measures is given, so that a simulation can."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Protocol
 
-from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.tune import search
+from lorahost_kernels.tune.again import Again
+from lorahost_kernels.tune.known import WORTH, Choice, Key, Known, Record
 from lorahost_kernels.tune.plan import Place, allowance, operations
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, groupings, halves_of, merged
 from lorahost_kernels.tune.writer import Result, Row
 
-GAIN = 0.01  # share that a point must gain over the defaults, besides the noise
-WORTH = 1.35  # a grouping whose first candidates take longer than this times the best one's isn't searched
+GAIN = 0.01  # share that a point must gain over the defaults, and over what it holds, besides the noise
 SECONDS_A_POINT = 6.0  # with less time left no new point is begun
 SECONDS_OF_VERDICT = 3.0  # kept of the budget for the last turns
-Key = tuple[str, int | None]  # product, rows per tile
-Choice = Mapping[str, Pair]
 
 
 class Bench(Protocol):
@@ -54,16 +54,17 @@ class Tuner:
         self, spaces: Callable[[Place], dict[str, Space]], clock: Callable[[], float], say: Callable[[str], None]
     ) -> None:
         self.spaces, self.clock, self.say = spaces, clock, say
-        self._bests: dict[tuple[str, str, int | None], dict[Place, Pair]] = {}
+        self.known = Known()
+        self._without: set[Place] = set()  # points whose defaults don't run
 
     def learn(self, result: Result) -> None:
         """Takes a result of an earlier run as a start for its neighbours."""
-        shrinks = {product_of(key): row.config for key, row in result.rows.items() if key[1].endswith("shrink")}
-        expands = {product_of(key): row.config for key, row in result.rows.items() if not key[1].endswith("shrink")}
-        for name in shrinks.keys() & expands.keys():
-            shrink, expand = shrinks[name], expands[name]
-            if isinstance(shrink, ShrinkConfig) and isinstance(expand, ExpandConfig):
-                self._keep(result.place, name, result.block_m, (shrink, expand))
+        self.known.learn(result)
+
+    def resume(self, result: Result) -> None:
+        """Takes a result of this run, as a stopped run left it: its point is done."""
+        self.known.learn(result)
+        self.known.held[result.place] = result
 
     def tune(
         self,
@@ -72,28 +73,69 @@ class Tuner:
         deadline: float,
         done: Callable[[Result], None],
     ) -> list[Place]:
-        """Tunes the places in order, each result goes to `done`; returns those that no time was left for."""
-        last = deadline - SECONDS_OF_VERDICT
-        for i, place in enumerate(todo):
+        """Tunes the places in order, then passes over them again while that finds anything.
+
+        Each result goes to `done`, a later one of a place in place of its earlier one. Returns the places that no time
+        was left for.
+        """
+        held = self.known.held
+        for number in itertools.count(1):
+            # a pass that an earlier run began may have found something there
+            whole = all(held[p].passes < number for p in todo if p in held)
+            wanted = [p for p in todo if self._wants(p, number)]
+            found = self._pass(number, wanted, open_bench, deadline, done)
+            if found is None or (number > 1 and whole and not found):
+                break
+        return [p for p in todo if p not in held and p not in self._without]
+
+    def _wants(self, place: Place, number: int) -> bool:
+        """Whether a pass visits a point."""
+        held = self.known.held.get(place)
+        if held is None or number == 1:
+            return held is None and number == 1
+        return held.passes < number and self.known.news(place, self.spaces(place), self._ways(place))
+
+    def _pass(
+        self,
+        number: int,
+        wanted: Sequence[Place],
+        open_bench: Callable[[Place], Bench],
+        deadline: float,
+        done: Callable[[Result], None],
+    ) -> bool | None:
+        """One pass over the points; whether it found anything, None when the time is over."""
+        last, found = deadline - SECONDS_OF_VERDICT, False
+        for i, place in enumerate(wanted):
             began = self.clock()
             left = deadline - began
             if left < SECONDS_A_POINT:
-                return [*todo[i:]]
-            until = began + allowance(left, len(todo) - i)
-            result, count = self.tune_place(place, open_bench(place), min(until, last), last)
-            if result is not None:
-                done(result)
-                spent = f"{count} candidates, {self.clock() - began:.1f} of {left:.0f} s left"
-                self.say(f"[{i + 1}/{len(todo)}] {place}: {summary(result)}, {spent}")
-            elif self.clock() > last:
-                return [*todo[i:]]
-        return []
+                return None
+            until = min(began + allowance(left, len(wanted) - i), last)
+            visit = self.tune_place if number == 1 else self.tune_again
+            result, count = visit(place, open_bench(place), until, last)
+            now = result or self.known.held.get(place)
+            if now is None:
+                if self.clock() > last:
+                    return None
+                self._without.add(place)
+                continue
+            found = found or result is not None
+            self.known.held[place] = now = replace(now, passes=number)
+            done(now)
+            news = summary(now) if result else f"{now.after_us:.1f} us, nothing faster"
+            spent = f"{count} candidates, {self.clock() - began:.1f} of {left:.0f} s left"
+            self.say(f"[pass {number}, {i + 1}/{len(wanted)}] {place}: {news}, {spent}")
+        return found
+
+    def _ways(self, place: Place) -> list[int | None]:
+        """Groupings of a point's rows, the default first."""
+        first = next(iter(self.spaces(place).values()))
+        return groupings(first.pairs, first.groups, place.rank)
 
     def tune_place(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
         """(one point's result, candidates timed); no result where the defaults don't run, or not before `last`."""
         spaces = self.spaces(place)
-        first = next(iter(spaces.values()))
-        ways = groupings(first.pairs, first.groups, place.rank)
+        ways = self._ways(place)
         grouping = {way: bench.list_time(way) for way in ways}
         descents = {(n, w): self._descent(place, n, s, w) for n, s in spaces.items() for w in ways}
 
@@ -114,24 +156,37 @@ class Tuner:
             lambda work: bench.measure(work, until),
             lambda: self.clock() > until,
         )
-        for (name, way), descent in descents.items():
+        record = self.known.records[place] = Record(lists=grouping)
+        for key, descent in descents.items():
+            record.add(key, descent.times, self.clock() > until)
             if descent.best_time < FAILED:
-                self._keep(place, name, way, descent.best)
+                self.known.keep(place, key, descent.best)
         best = min(going, key=total, default=ways[0])
         # without the change of grouping, in case that the whole layer says otherwise than its products
         choices = [self._choice(spaces, descents, way, ways[0]) for way in dict.fromkeys([best, ways[0]])]
         count = sum(time < FAILED for descent in descents.values() for time in descent.times.values())
-        return self._verdict(place, bench, default, [c for c in choices if c != default]), count
+        taken, before, after = self._verdict(place, bench, [default], [c for c in choices if c != default])
+        return self._result(place, bench, default, taken, (before, after)), count
+
+    def tune_again(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
+        """(a result that is better than what the point holds, new candidates timed); no result where none is."""
+        spaces, ways = self.spaces(place), self._ways(place)
+        lists = {way: bench.list_time(way) for way in ways}
+        again = Again(self.known, place, spaces, bench.measure, self.clock)
+        choices = again.choices(lists, until, last)
+        default = {name: space.default(ways[0]) for name, space in spaces.items()}
+        holds = [default, again.held] if again.held != default else [default]
+        choices = [c for c in choices if c not in holds]
+        if not choices:
+            return None, again.count
+        taken, before, after = self._verdict(place, bench, holds, choices)
+        if taken in holds:
+            return None, again.count
+        return self._result(place, bench, default, taken, (before, after)), again.count
 
     def _descent(self, place: Place, name: str, space: Space, way: int | None) -> Descent[Pair]:
-        known = self._bests.get((place.family, name, way), {})
-        near = [pair for _, pair in sorted(known.items(), key=lambda item: distance(item[0], place))]
-        allowed = [pair for pair in dict.fromkeys(near) if space.allowed(pair)][:2]
-        starts = dict.fromkeys([space.default(way), *allowed])
+        starts = dict.fromkeys([space.default(way), *self.known.near(place, (name, way), space, 2)])
         return Descent(list(starts), lambda pair: list(space.neighbours(pair)), merged, space.allowed)
-
-    def _keep(self, place: Place, name: str, way: int | None, pair: Pair) -> None:
-        self._bests.setdefault((place.family, name, way), {})[place] = pair
 
     def _choice(
         self, spaces: Mapping[str, Space], descents: Mapping[Key, Descent[Pair]], way: int | None, usual: int | None
@@ -144,18 +199,26 @@ class Tuner:
             choice[name] = default if same else descent.best
         return choice
 
-    def _verdict(self, place: Place, bench: Bench, default: Choice, choices: list[dict[str, Pair]]) -> Result:
-        """Times the choices against the defaults in turn; takes the best that is right and gains beyond the noise."""
-        times = bench.turns([default, *choices])
-        before = median(times[0])
-        noise = (max(times[0]) - min(times[0])) / 2 / before
-        taken, after = dict(default), before
-        for choice, found in sorted(zip(choices, times[1:], strict=True), key=lambda c: median(c[1])):
-            if median(found) < before * (1 - max(GAIN, noise)):
+    def _verdict(
+        self, place: Place, bench: Bench, holds: Sequence[Choice], choices: Sequence[Choice]
+    ) -> tuple[Choice, float, float]:
+        """Times choices in turn with what they must beat: the defaults, and last what the point holds.
+
+        Takes the best choice that is right and gains beyond the noise, else the last of `holds`; (it, the defaults'
+        time, its time).
+        """
+        times = bench.turns([*holds, *choices])
+        limit = min(median(t) * (1 - max(GAIN, noise(t))) for t in times[: len(holds)])
+        before, after = median(times[0]), median(times[len(holds) - 1])
+        for choice, found in sorted(zip(choices, times[len(holds) :], strict=True), key=lambda c: median(c[1])):
+            if median(found) < limit:
                 if bench.right(choice):
-                    taken, after = choice, median(found)
-                    break
+                    return choice, before, median(found)
                 self.say(f"{place}: wrong at the full batch size, dropped: {choice}")
+        return holds[-1], before, after
+
+    def _result(self, place: Place, bench: Bench, default: Choice, taken: Choice, times: tuple[float, float]) -> Result:
+        """The result with the times of each operation alone."""
         rows: dict[tuple[str, str], Row] = {}
         for name, pair in taken.items():
             old = bench.halves(name, default[name])
@@ -163,19 +226,12 @@ class Tuner:
             names = operations(place.family, name, pair[0].mode)
             for op, (_, config), was, now in zip(names, halves_of(pair), old, new, strict=True):
                 rows[name if place.family == "dense" else "", op] = Row(config, was, now)
-        return Result(place.family, place.adapters, place.rank, place.tokens, before, after, rows)
+        return Result(place.family, place.adapters, place.rank, place.tokens, *times, rows)
 
 
-def distance(a: Place, b: Place) -> float:
-    """Doublings between two points of a family; the rank shapes the tiles most, the number of adapters least."""
-    tokens, rank, adapters = (abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("tokens", "rank", "adapters"))
-    return tokens + 1.5 * rank + 0.5 * adapters
-
-
-def product_of(key: tuple[str, str]) -> str:
-    """The product of a row: its module, or the half of the experts."""
-    fused = {"expand_swiglu": "gate_up", "expand_topk_sum": "down"}
-    return key[0] or fused.get(key[1]) or key[1].rpartition("_")[0]
+def noise(times: Sequence[float]) -> float:
+    """Half the spread of a choice's turns, as a share."""
+    return (max(times) - min(times)) / 2 / median(times)
 
 
 def summary(result: Result) -> str:

@@ -16,13 +16,15 @@ STEP_GAIN = 0.01
 class Descent(Generic[C]):
     """One search, from the best of `starts` to where no step of one coordinate gains STEP_GAIN.
 
-    neighbours: (coordinate, candidate) of each step; merge: several steps from one base in one candidate.
+    neighbours: (coordinate, candidate) of each step; merge: several steps from one base in one candidate;
+    known: times from before, which are walked over but not measured again.
     """
 
     starts: Sequence[C]
     neighbours: Callable[[C], Sequence[tuple[str, C]]]
     merge: Callable[[C, list[C]], C]
     allowed: Callable[[C], bool]
+    known: Mapping[C, float] = field(default_factory=dict)
     times: dict[C, float] = field(default_factory=dict)
     _stage: str = "start"
     _reached: float = FAILED
@@ -43,7 +45,9 @@ class Descent(Generic[C]):
     def ask(self) -> list[C]:
         """The candidates to measure next; none: the search is over."""
         while self._stage != "done":
-            wanted = [c for c in dict.fromkeys(self._wanted()) if c not in self.times]
+            candidates = dict.fromkeys(self._wanted())
+            self.times.update({c: self.known[c] for c in candidates if c in self.known and c not in self.times})
+            wanted = [c for c in candidates if c not in self.times]
             if wanted:
                 return wanted
             self._advance()

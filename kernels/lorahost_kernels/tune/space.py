@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -161,6 +161,23 @@ class FusedSpace(Space):
 def halves_of(pair: Pair) -> tuple[tuple[str, Config], tuple[str, Config]]:
     """The halves with their names."""
     return ("shrink", pair[0]), ("expand", pair[1])
+
+
+def two_steps(space: Space, base: Pair, time: Callable[[Pair], float]) -> list[Pair]:
+    """All moves of two steps: two rungs of one field, or two fields; those over a faster first step come first.
+
+    A step of the shrink with one of the expand is left out, since their times add up, unless it splits K: the expand
+    sums the parts up.
+    """
+    firsts = dict.fromkeys(pair for _, pair in space.neighbours(base))
+    found = dict.fromkeys(pair for first in sorted(firsts, key=time) for _, pair in space.neighbours(first))
+    return [
+        pair
+        for pair in found
+        if pair != base
+        and pair not in firsts
+        and (pair[0] == base[0] or pair[1] == base[1] or pair[0].split_k != base[0].split_k)
+    ]
 
 
 def rungs(ladder: tuple[int, ...], value: int) -> list[int]:

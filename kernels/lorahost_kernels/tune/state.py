@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lorahost_kernels.configs import Config, ExpandConfig, ShrinkConfig
-from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.writer import Result, Row, replace_text
 
 
@@ -34,18 +33,14 @@ class State:
             self._load()
 
     def add(self, result: Result) -> None:
-        """Keeps a result, in the file too."""
-        self.results.append(result)
+        """Keeps a result, in the file too; in place of an earlier one of its point."""
+        self.results = [*{r.place: r for r in (*self.results, result)}.values()]
         self._save()
 
     def ban(self, candidate: str) -> None:
         """Keeps a candidate that must not run again."""
         self.banned.append(candidate)
         self._save()
-
-    def has(self, place: Place) -> bool:
-        """Whether the point is done."""
-        return any(r.place == place for r in self.results)
 
     def finish(self) -> None:
         """Everything is done: the next run begins anew."""

@@ -42,7 +42,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One tuned point; rows by (module or nothing, operation); times of the whole family in microseconds."""
+    """One tuned point; rows by (module or nothing, operation); times of the whole family in microseconds.
+
+    passes: which pass over the points it was visited in last; not in the file.
+    """
 
     family: str
     adapters: int
@@ -51,6 +54,7 @@ class Result:
     before_us: float
     after_us: float
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)
+    passes: int = 1
 
     @property
     def place(self) -> Place:
