@@ -36,10 +36,11 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         for kind in mxfp4.backend_to_kernel_cls(backend):
             monkeypatch.setattr(kind, "_supports_current_device", staticmethod(lambda there=backend in H200: there))
-    # what is patched already in this process stays recorded with vLLM's own function
-    monkeypatch.setattr(patching, "_originals", {})
+    # vLLM's own of these two, whatever this process has patched before; all else stays as it is
+    known = dict(patching._originals)
     for owner, name in ((oai_experts.Experts, "apply"), (mxfp4, "_get_priority_backends_for_gpt_oss")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+        monkeypatch.setattr(owner, name, known.pop(patching.qualified_name(owner, name), getattr(owner, name)))
+    monkeypatch.setattr(patching, "_originals", known)
 
 
 def select(lora: bool, asked: str = "auto", activation: MoEActivation = SWIGLU) -> Any:
