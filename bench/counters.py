@@ -2,14 +2,15 @@
 
 ncu --clock-control none --profile-from-start off --csv --metrics METRICS python -m bench.counters [--m 16 256 8192]
 
-METRICS is printed by --metrics. GPT-OSS-20B shapes, 8 adapters, rank 32; the expands that take over the step behind
-them are in it.
+METRICS is printed by --metrics. GPT-OSS-20B shapes, 8 adapters, rank 32: the experts, with the expands that take over
+the step behind them, and the dense layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ SLOTS = 8
 DEVICE = torch.device("cuda")
 
 
-def step(tokens: int) -> None:
+def experts(tokens: int) -> Callable[[], None]:
     """One MoE layer as the engine runs it, and once more with the expands that add in place."""
     shape = cases.MOE["gpt-oss-20b"]
     gate_up, down = cases.moe_layer(shape, tokens, SLOTS, SLOTS, DEVICE, torch.bfloat16)
@@ -50,6 +51,28 @@ def step(tokens: int) -> None:
         if block_m is None:
             layer.down_topk_sum(out, down.y, down.x, down.lora_a[0], down.lora_b[0], ordered)
 
+    return run
+
+
+def linears(tokens: int) -> Callable[[], None]:
+    """qkv and o of one layer, on lists that are built before."""
+    shape = cases.DENSE["gpt-oss-20b"]
+    modules = [
+        cases.dense_layer(k, widths, shape.rank, tokens, SLOTS, SLOTS, DEVICE, torch.bfloat16)
+        for k, widths in shape.modules.values()
+    ]
+    block_m = work_block_m(tokens, SLOTS, shape.rank)
+    routings = [m.routing if block_m is None else build_work_list(m.routing, SLOTS, block_m) for m in modules]
+
+    def run() -> None:
+        for m, routing in zip(modules, routings, strict=True):
+            layer.linear(m.y, m.x, m.lora_a, m.lora_b, routing)
+
+    return run
+
+
+def profiled(run: Callable[[], None]) -> None:
+    """Once to compile, once for the profiler."""
     run()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -68,7 +91,8 @@ def main() -> int:
         print(",".join(METRICS))
         return 0
     for tokens in args.m:
-        step(tokens)
+        profiled(experts(tokens))
+        profiled(linears(tokens))
     return 0
 
 

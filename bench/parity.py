@@ -60,6 +60,7 @@ ENGINES = {
     # neither; fewer slots than adapters: they take turns
     "ours-eager": Engine("on", {"enforce_eager": True, "max_loras": 2}),
     "ours-ngram": Engine("on", {"speculative_config": DRAFTS}),
+    "ours-fp16": Engine("on", {"dtype": "float16"}),
     # products whose columns are no multiple of 8 are padded for certain, see lorahost_kernels.vllm_026.router_logits
     "ours-padded": Engine("on", {"compilation_config": PADDED}),
     "ours-marlin": Engine("on", {"moe_backend": "marlin"}, mxfp4_only=True),

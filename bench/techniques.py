@@ -1,10 +1,9 @@
 """What each technique of the kernels is worth: a layer's LoRA work with it switched, against the defaults in one run.
 
-python -m bench.techniques [--kind moe dense] [--shapes gpt-oss-20b] [--m 1 16 64 ...] [--adapters 8]
+python -m bench.techniques [--kind moe dense] [--shapes gpt-oss-20b] [--m 1 16 64 ...] [--adapters 8] [--ranks 32]
 
 Every technique is checked against float64 like the defaults; one that is off by 5e-3 gets no ratio. Rows go to
-bench/results/techniques.csv; one is a field of ShrinkConfig or ExpandConfig, the grouping of the rows, or the place of
-the add into the base output.
+bench/results/techniques.csv; one is a field of ShrinkConfig or ExpandConfig, or the grouping of the rows.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,13 +42,12 @@ class Technique:
     """One change of the defaults.
 
     change: the tiles instead of the default ones, None where it says nothing of them; block_m: rows a tile of the work
-    list, None for no list; separate: products into a buffer, which is added in a launch of its own.
+    list, None for no list.
     """
 
     name: str
     change: Callable[[ShrinkConfig, ExpandConfig], Configs | None] = usual
     block_m: int | None = AS_USUAL
-    separate: bool = False
 
     def routing(self, layer: cases.Layer, groups: int) -> Callable[[], Routing]:
         """Groups the rows as this technique does; groups: (slot, expert) pairs."""
@@ -67,21 +66,12 @@ class Technique:
         block_m = None if routing.work is None else routing.work.block_m
         if configs is None or any(legal.problem(c, layer.lora_a[0].shape[2], block_m, SHARED_LIMIT) for c in configs):
             return None
-        args = (layer.x, layer.lora_a, layer.lora_b)
-        if not self.separate:
-            return lambda now: op(layer.y, *args, now, configs=configs)
-        apart = torch.zeros_like(layer.y)  # rows without LoRA work stay zero
-
-        def call(now: Routing) -> None:
-            op(apart, *args, now, add_inputs=False, configs=configs)
-            layer.y.add_(apart)
-
-        return call
+        return lambda now: op(layer.y, layer.x, layer.lora_a, layer.lora_b, now, configs=configs)
 
 
-def no_pdl(shrink: ShrinkConfig, expand: ExpandConfig) -> Configs:
-    """Both launches wait for the one before them to end."""
-    return replace(shrink, pdl=False), replace(expand, pdl=False)
+def both(**fields: Any) -> Callable[[ShrinkConfig, ExpandConfig], Configs]:
+    """Fields that shrink and expand have in common."""
+    return lambda shrink, expand: (replace(shrink, **fields), replace(expand, **fields))
 
 
 def prefetch(shrink: ShrinkConfig, expand: ExpandConfig) -> Configs | None:
@@ -108,6 +98,11 @@ def ranks(count: int) -> Callable[[ShrinkConfig, ExpandConfig], Configs | None]:
     return change
 
 
+def add_apart(shrink: ShrinkConfig, expand: ExpandConfig) -> Configs:
+    """The product goes to a buffer of zeros, which is added in a launch of its own."""
+    return shrink, replace(expand, fused_add=False)
+
+
 def turns(shrink: ShrinkConfig, expand: ExpandConfig) -> Configs:
     """Eight tiles take turns on one chunk of B."""
     return shrink, replace(expand, group=8)
@@ -115,7 +110,9 @@ def turns(shrink: ShrinkConfig, expand: ExpandConfig) -> Configs:
 
 TECHNIQUES = (
     Technique("defaults"),
-    Technique("without programmatic dependent launch", no_pdl),
+    Technique("without programmatic dependent launch", both(pdl=False)),
+    Technique("masks where blocks divide", both(masks=True)),
+    Technique("counts and alignments specialised", both(specialize=True)),
     Technique("prefetch of B before the wait", prefetch),
     Technique("split_k 1", split(1)),
     Technique("split_k 2", split(2)),
@@ -124,7 +121,7 @@ TECHNIQUES = (
     Technique("ranks 1", ranks(1)),
     Technique("ranks 4", ranks(4)),
     Technique("group 8", turns),
-    Technique("add in a launch of its own", separate=True),
+    Technique("add in a launch of its own", add_apart),
     Technique("no work list", block_m=None),
     *(Technique(f"work list of {rows} rows", block_m=rows) for rows in legal.BLOCK_MS),
 )
@@ -159,17 +156,17 @@ def _chained(
     return call
 
 
-def moe_results(name: str, tokens: int, adapters: int) -> list[tuple[Technique, Result]]:
+def moe_results(name: str, tokens: int, adapters: int, rank: int) -> list[tuple[Technique, Result]]:
     """All techniques that change something, the defaults first."""
-    layers = moe_layers(cases.MOE[name], tokens, adapters)
+    layers = moe_layers(replace(cases.MOE[name], rank=rank), tokens, adapters)
     checked = [(layers[0][0], False), (layers[0][1], True)]
     calls = ((t, [moe_call(t, *pair) for pair in layers]) for t in TECHNIQUES)
     return [(t, measure([c for c in found if c], checked)) for t, found in calls if all(found)]
 
 
-def dense_results(name: str, tokens: int, adapters: int) -> list[tuple[Technique, Result]]:
+def dense_results(name: str, tokens: int, adapters: int, rank: int) -> list[tuple[Technique, Result]]:
     """See `moe_results`."""
-    layers = dense_layers(cases.DENSE[name], tokens, adapters)
+    layers = dense_layers(replace(cases.DENSE[name], rank=rank), tokens, adapters)
     checked = [(module, True) for module in layers[0]]
     calls = ((t, [dense_call(t, modules) for modules in layers]) for t in TECHNIQUES)
     return [(t, measure([c for c in found if c], checked)) for t, found in calls if all(found)]
@@ -191,27 +188,29 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=["gpt-oss-20b"])
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 256, 1600, 8192])
     parser.add_argument("--adapters", nargs="+", type=int, default=[8])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[32])
     parser.add_argument("--csv", type=Path, default=Path("bench/results/techniques.csv"))
     parser.add_argument("--rev", default=revision(), help="commit that is measured, where there is no checkout")
     args = parser.parse_args()
     run = {"moe": moe_results, "dense": dense_results}
     known = {"moe": cases.MOE, "dense": cases.DENSE}
     points = [
-        (kind, name, m, n)
+        (kind, name, m, n, rank)
         for kind in args.kind
         for name in args.shapes
         if name in known[kind]
         for m in args.m
         for n in args.adapters
+        for rank in args.ranks
     ]
     red = 0
-    for kind, name, tokens, adapters in points:
-        found = run[kind](name, tokens, adapters)
-        print(f"{kind} {name} M={tokens} adapters={adapters}", flush=True)
+    for kind, name, tokens, adapters, rank in points:
+        found = run[kind](name, tokens, adapters, rank)
+        print(f"{kind} {name} M={tokens} adapters={adapters} rank={rank}", flush=True)
         for technique, result in found:
             red += not result.error < LIMIT
             print(line(technique, result, found[0][1]), flush=True)
-        config = f"{name} rank=32 slots={SLOTS} adapters={adapters} bf16"
+        config = f"{name} rank={rank} slots={SLOTS} adapters={adapters} bf16"
         results = [result for _, result in found]
         append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, [t for t, _ in found]))
         gc.collect()

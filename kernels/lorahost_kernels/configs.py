@@ -22,7 +22,9 @@ class ShrinkConfig:
 
     ranks: ranks per program in mode pair; split_k: parts of K, summed up by expand;
     atomic: add the parts with relaxed atomics into one zeroed buffer instead of storing them side by side;
-    pdl: programmatic dependent launch, ignored below sm_90.
+    pdl: programmatic dependent launch, ignored below sm_90;
+    masks: keep the masks of columns where the blocks divide them; specialize: let Triton compile a variant for each
+    kind of count and alignment of the lists.
     """
 
     mode: Mode = "pair"
@@ -34,13 +36,17 @@ class ShrinkConfig:
     num_stages: int = 4
     atomic: bool = False
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
 
 
 @dataclass(frozen=True)
 class ExpandConfig:
     """steps tiles of block_n columns per program; group tiles of rows take turns on one chunk of B (L2 reuse).
 
-    num_stages: depth of the copies to shared memory in mode list; prefetch: ask for B before the PDL wait.
+    num_stages: depth of the copies to shared memory in mode list; prefetch: ask for B before the PDL wait;
+    fused_add: add into the base output in the same launch; without, a negative zero in the output becomes zero;
+    pdl, masks, specialize: see ShrinkConfig.
     """
 
     mode: Mode = "pair"
@@ -52,6 +58,9 @@ class ExpandConfig:
     group: int = 1
     prefetch: bool = False
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
+    fused_add: bool = True
 
 
 Config = ShrinkConfig | ExpandConfig

@@ -1,7 +1,7 @@
 """Compiles what the launchers would launch for GPUs that are not there, and counts compiled variants.
 
-Run as a program (the test process may have Triton's interpreter on): `compile`, `kernels` and `variants` print one JSON
-document, `record` rewrites bench/results/registers.csv.
+Run as a program (the test process may have Triton's interpreter on): `compile`, `kernels`, `variants` and `specialized`
+print one JSON document, `record` rewrites bench/results/registers.csv.
 """
 
 import concurrent.futures
@@ -84,7 +84,8 @@ def recorded(product: Callable[[], object]) -> list[Call]:
     calls: list[Call] = []
 
     def record(kernel: Any, key: Any, pointers: tuple[Tensor, ...], constants: Callable[[], Any]) -> None:
-        _, args, options = constants()
+        _, args, options, specialize = constants()
+        kernel = replay.specialized(kernel) if specialize else kernel
         calls.append(Call(kernel, {**dict(zip(kernel.arg_names, pointers, strict=False)), **args, **options}))
 
     with mock.patch.object(replay, "launch", record):
@@ -263,13 +264,18 @@ def launched() -> set[str]:
     return {name_of(kernel) for kernel in (kernels - called) | by_launchers}
 
 
-def variants() -> dict[str, int]:
-    """Compiled variants of each kernel of each product over all batch sizes from 1 to 16384."""
+def variants(specialize: bool = False) -> dict[str, int]:
+    """Compiled variants of each kernel of each product over all batch sizes from 1 to 16384.
+
+    specialize: as `ShrinkConfig.specialize`, for all launches.
+    """
     sizes = [*range(1, 300), *range(300, 16384, 37), 16384]
     found: dict[str, set[str]] = {}
     for product in (*SHAPES, "work list", "expert order"):
         for tokens in sizes:
             for call in launches(product, tokens):
+                if specialize:
+                    call = Call(replay.specialized(call.kernel), call.arguments)
                 found.setdefault(f"{product} {name_of(call.kernel)}", set()).add(variant(call))
     return {k: len(v) for k, v in found.items()}
 
@@ -291,7 +297,7 @@ def main(what: str) -> None:
         matrix = {name_of(call.kernel) for case in cases() for call in launches(case.product, case.tokens)}
         print(json.dumps({"launched": sorted(launched()), "matrix": sorted(matrix)}))
     else:
-        print(json.dumps(variants()))
+        print(json.dumps(variants(what == "specialized")))
 
 
 if __name__ == "__main__":

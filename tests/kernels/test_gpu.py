@@ -74,7 +74,7 @@ def test_gpt_oss_layer(tokens: int, dtype: torch.dtype) -> None:
             assert error(part.y, want) < LIMIT
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 300, 2048])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 300, 2048, 8192, 16384])
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "article-figure-1"])
 def test_other_moe_layers(name: str, tokens: int) -> None:
     parts = mixed(cases.MOE[name], tokens, torch.bfloat16, seed=3)
@@ -95,7 +95,7 @@ def test_ranks(rank: int, tokens: int) -> None:
         assert error(part.y, want) < LIMIT
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 64, 1600])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 1600, 8192, 16384])
 @pytest.mark.parametrize("name", cases.DENSE)
 def test_dense_layers(name: str, tokens: int) -> None:
     shape = cases.DENSE[name]

@@ -58,3 +58,13 @@ def test_every_kernel_that_a_launcher_launches_is_compiled() -> None:
 def test_few_variants_serve_every_batch_size() -> None:
     for kernel, count in run("variants").items():
         assert count <= (1 if kernel.startswith("work list") else 12), (kernel, count)
+
+
+def test_specialised_kernels_have_more_variants() -> None:
+    plain, specialised = run("variants"), run("specialized")
+    assert plain.keys() == specialised.keys()
+    # those of the lists have no configuration that could switch it on
+    switched = [kernel for kernel in plain if not kernel.startswith(("work list", "expert order"))]
+    assert len(switched) >= 15
+    for kernel in switched:
+        assert specialised[kernel] > plain[kernel], kernel

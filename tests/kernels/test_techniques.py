@@ -57,7 +57,9 @@ def changed(technique: Technique, sizes: tuple[int, int]) -> set[str] | None:
         ("split_k 2, atomics", {"split_k", "atomic"}, {"split_k", "atomic"}),
         ("ranks 4", {"ranks"}, None),
         ("group 8", {"group"}, {"group"}),
-        ("add in a launch of its own", set(), set()),
+        ("masks where blocks divide", {"masks"}, {"masks"}),
+        ("counts and alignments specialised", {"specialize"}, {"specialize"}),
+        ("add in a launch of its own", {"fused_add"}, {"fused_add"}),
     ],
 )
 def test_a_technique_changes_what_its_name_says(name: str, by_pairs: set[str] | None, by_list: set[str] | None) -> None:

@@ -118,7 +118,7 @@ def test_what_a_worker_compiles_is_what_is_launched(half: str, mode: str, monkey
     seen: list[object] = []
 
     def record(kernel: object, key: object, pointers: tuple[torch.Tensor, ...], constants: object) -> None:
-        programs, args, options = constants()  # type: ignore[operator]
+        programs, args, options, _ = constants()  # type: ignore[operator]
         seen.append((programs, args, options, [(t.dtype, t.data_ptr() % 16) for t in pointers]))
 
     monkeypatch.setattr(replay, "launch", record)

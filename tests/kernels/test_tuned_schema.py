@@ -22,6 +22,7 @@ from tests.kernels.tuned_files import (
     saved,
 )
 
+from lorahost_kernels.tune.writer import tiles_json
 from lorahost_kernels.tuned.lines import ConfigError, line_of, parse
 from lorahost_kernels.tuned.schema import read
 from lorahost_kernels.tuned.tiles import tiles
@@ -46,6 +47,18 @@ def test_a_point_may_lack_operations(tmp_path: Path) -> None:
     del content["moe"][0]["down_expand"], content["dense"][0]["modules"]["o"]["expand"]
     file = read(saved(tmp_path, content))
     assert (len(file.moe[0].rows()), len(file.dense[0].rows())) == (3, 3)
+
+
+def test_switches_are_read_and_written_where_they_differ(tmp_path: Path) -> None:
+    content = document()
+    switched: dict[str, Any] = {"masks": True, "specialize": True, "pdl": False, "fused_add": False}
+    for point in content["moe"]:
+        point["gate_up_expand"]["config"].update(switched)
+    for point in read(saved(tmp_path, content)).moe:
+        rows = point.rows()
+        assert vars(tiles(rows["", "gate_up_expand"].config)).items() >= switched.items()
+        assert tiles_json("gate_up_expand", tiles(rows["", "gate_up_expand"].config)).items() >= switched.items()
+        assert not tiles_json("down_expand", tiles(rows["", "down_expand"].config)).keys() & switched.keys()
 
 
 # what is changed, what the message says, what the named line holds
@@ -88,6 +101,8 @@ FUSED_REFUSED: list[tuple[Callable[[dict[str, Any]], object], str, str]] = [
      '"gate_up_expand"'),
     (lambda d: d["moe"][0].update(expand_swiglu=row(PAIR_FUSED)), "expand_swiglu: Extra inputs", '"expand_swiglu"'),
     (lambda d: d["moe_fused"][0]["expand_swiglu"]["config"].update(steps=2), "steps: Extra inputs", '"steps"'),
+    (lambda d: d["moe_fused"][0]["expand_swiglu"]["config"].update(fused_add=False), "fused_add: Extra", '"fused_add"'),
+    (lambda d: d["moe_fused"][1]["expand_swiglu"]["config"].update(fused_add=False), "fused_add: Extra", '"fused_add"'),
     (lambda d: d["moe_fused"][0].update(down_expand=row(PAIR_EXPAND)),
      "down_expand.config.mode: Input should be 'list'", '"mode"'),
     (lambda d: d["moe_fused"][1].update(expand_topk_sum=row(PAIR_FUSED)), "must agree on mode and block_m", "{"),

@@ -103,9 +103,10 @@ def routing_without_memory(p: Problem, block_m: int | None) -> Routing:
     )
 
 
-def warm_up(kernel: Any, key: Any, pointers: tuple[Tensor, ...], constants: Callable[[], Any]) -> None:
+def warm_up(kernel: Any, key: Any, pointers: tuple[Tensor, ...], constants: Callable[[], replay.Constants]) -> None:
     """Stands in for `replay.launch`: compiles instead of launching."""
-    programs, args, options = constants()
+    programs, args, options, specialize = constants()
+    kernel = replay.specialized(kernel) if specialize else kernel
     kernel.warmup(*pointers, grid=(programs,), **args, **options)
 
 

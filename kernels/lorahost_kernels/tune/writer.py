@@ -28,7 +28,9 @@ FIELDS = {
 }
 FUSED = ("expand_swiglu", "expand_topk_sum")
 # Switches are written where they differ from these.
-SWITCHES = {"group": 1, "atomic": False, "prefetch": False, "pdl": True}
+SWITCHES = {
+    "group": 1, "atomic": False, "prefetch": False, "pdl": True, "masks": False, "specialize": False, "fused_add": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

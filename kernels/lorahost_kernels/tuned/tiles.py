@@ -41,6 +41,8 @@ class PairShrink(Strict):
     num_warps: Warps
     atomic: bool = False
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
 
 
 class ListShrink(Strict):
@@ -54,6 +56,8 @@ class ListShrink(Strict):
     num_stages: Stages
     atomic: bool = False
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
 
 
 class PairExpand(Strict):
@@ -65,10 +69,13 @@ class PairExpand(Strict):
     num_warps: Warps
     group: Steps = 1
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
+    fused_add: bool = True
 
 
-class ListExpand(Strict):
-    """An expand on a work list of block_m rows a tile."""
+class ListFusedExpand(Strict):
+    """An expand on a work list of block_m rows a tile that takes over the activation behind it."""
 
     mode: Literal["list"]
     block_m: Rows
@@ -79,6 +86,14 @@ class ListExpand(Strict):
     group: Steps = 1
     prefetch: bool = False
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
+
+
+class ListExpand(ListFusedExpand):
+    """An expand on a work list of block_m rows a tile."""
+
+    fused_add: bool = True
 
 
 class PairFusedExpand(Strict):
@@ -88,14 +103,16 @@ class PairFusedExpand(Strict):
     block_n: Annotated[Pow2, Field(ge=16, le=1024)]
     num_warps: Warps
     pdl: bool = True
+    masks: bool = False
+    specialize: bool = False
 
 
 ShrinkTiles = Annotated[PairShrink | ListShrink, Field(discriminator="mode")]
 ExpandTiles = Annotated[PairExpand | ListExpand, Field(discriminator="mode")]
-SwigluTiles = Annotated[PairFusedExpand | ListExpand, Field(discriminator="mode")]
+SwigluTiles = Annotated[PairFusedExpand | ListFusedExpand, Field(discriminator="mode")]
 
 
-def tiles(row: PairShrink | ListShrink | PairExpand | ListExpand | PairFusedExpand) -> Config:
+def tiles(row: PairShrink | ListShrink | PairExpand | PairFusedExpand | ListFusedExpand) -> Config:
     """A row's tiles as the launchers take them."""
     if isinstance(row, PairShrink):
         return ShrinkConfig(**row.model_dump())

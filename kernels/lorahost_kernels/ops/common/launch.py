@@ -128,7 +128,7 @@ def shrink_args(
         "BLOCK_K": config.block_k,
         "STEPS": steps,
         "STAGES": config.num_stages,
-        "EVEN_K": chunk == steps * config.block_k and k == chunk * splits,
+        "EVEN_K": not config.masks and chunk == steps * config.block_k and k == chunk * splits,
         "EVEN_R": ranks * parts == rank,
         "ATOMIC": config.atomic,
     }
@@ -188,7 +188,7 @@ def expand_args(
         "STEPS": config.steps,
         "STAGES": config.num_stages,
         "GROUP": config.group,
-        "EVEN_N": chunk == width and all(n % chunk == 0 for n in sizes),
+        "EVEN_N": not config.masks and chunk == width and all(n % chunk == 0 for n in sizes),
         "EVEN_R": block_r(rank) == rank,
         "ADD": add_inputs,
         "PREFETCH": config.prefetch and y.is_cuda,
@@ -237,7 +237,7 @@ def choose(key: tuple[Any, ...], config: ShrinkConfig | ExpandConfig, args: Any,
     on = next(value for value in args.values() if isinstance(value, Tensor))
     options = launch_options(on, config)
     constants["PDL"] = options.pop("PDL")
-    choice = _choices[key] = Choice(config, Constants(programs, constants, options), splits)
+    choice = _choices[key] = Choice(config, Constants(programs, constants, options, config.specialize), splits)
     return choice
 
 
@@ -284,5 +284,10 @@ def run_expand(
         args, programs = expand_args(y, h, lora_b, routing, columns, add_inputs, config)
         choice = choose(key, config, args, programs, 1)
     weights = y if routing.topk_weights is None else routing.topk_weights
+    if isinstance(choice.config, ExpandConfig) and add_inputs and not choice.config.fused_add:
+        apart = torch.zeros_like(y)
+        run_expand(kernel, operation, apart, h, lora_b, routing, columns, False, choice.config)
+        y.add_(apart)
+        return
     lists = routing_pointers(routing, choice.config.mode, routing.pair_rows)
     replay.launch(kernel, choice, (y, *four(lora_b), h, weights, *lists), choice)

@@ -4,20 +4,26 @@ Triton binds and specialises every argument of every launch, about 50 here. A la
 the compiled kernel at once, with the constants of the first time and the pointers of this time.
 """
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 
 MAX_PLANS = 16384
 
 
 class Constants(NamedTuple):
-    """What a launch takes besides pointers: programs of the grid, arguments by name, Triton's options."""
+    """What a launch takes besides pointers: programs of the grid, arguments by name, Triton's options.
+
+    specialize: as `ShrinkConfig.specialize`.
+    """
 
     programs: int
     args: dict[str, Any]
     options: dict[str, Any]
+    specialize: bool = False
 
 
 class Plan(NamedTuple):
@@ -31,6 +37,12 @@ class Plan(NamedTuple):
 _plans: dict[Hashable, Plan] = {}
 
 
+@functools.cache
+def specialized(kernel: Any) -> Any:
+    """The kernel without its do_not_specialize; the interpreter's, which compiles nothing, as it is."""
+    return triton.jit(kernel.fn) if isinstance(kernel, triton.JITFunction) else kernel
+
+
 def launch(kernel: Any, key: Hashable, pointers: tuple[Tensor, ...], constants: Callable[[], Constants]) -> None:
     """Launches `kernel` with `pointers` as its first arguments.
 
@@ -41,9 +53,10 @@ def launch(kernel: Any, key: Hashable, pointers: tuple[Tensor, ...], constants: 
     if plan is not None:
         plan.compiled[(plan.programs, 1, 1)](*pointers, *plan.tail)
         return
-    programs, args, options = constants()
+    programs, args, options, specialize = constants()
     if not programs:
         return
+    kernel = specialized(kernel) if specialize else kernel
     compiled = kernel[(programs,)](*pointers, **args, **options)
     # the interpreter compiles nothing
     if compiled is not None:

@@ -25,7 +25,7 @@ def expand_swiglu(
     without an adapter get the activation of y; pairs with row -1 are left out.
 
     config: tiles, of mode list for a routing with a work list, else of mode pair, which reads block_n, num_warps and
-    pdl only; block_n counts columns of y. None: the active table's, else the defaults.
+    the switches pdl, masks and specialize; block_n counts columns of y. None: the active table's, else the defaults.
 
     Raises:
         ValueError: shapes that don't fit, a routing without pair_rows, or tiles that its work list doesn't have.
@@ -71,9 +71,11 @@ def by_pairs(
         chunks, on = cdiv(n, block_n), tiling.pdl and pdl
         args = {
             **shared_args(out, h, lora_b, routing, alpha, limit), "num_chunks": chunks, "stride_ym": y.stride(0),
-            "BLOCK_S": next_pow2(h.shape[0]), "BLOCK_N": block_n, "EVEN_N": n == chunks * block_n, "PDL": on,
+            "BLOCK_S": next_pow2(h.shape[0]), "BLOCK_N": block_n, "EVEN_N": not tiling.masks and n == chunks * block_n,
+            "PDL": on,
         }  # fmt: skip
-        return Constants(routing.num_pairs * chunks, args, {"num_warps": tiling.num_warps, "launch_pdl": on})
+        options = {"num_warps": tiling.num_warps, "launch_pdl": on}
+        return Constants(routing.num_pairs * chunks, args, options, tiling.specialize)
 
     key = (
         out.stride(0), y.stride(0), y.dtype, out.dtype, lora_b.shape, lora_b.stride(), h.shape, routing.num_tokens,
@@ -105,10 +107,11 @@ def by_tiles(
             # as many as fit the registers that the tiles need anyway
             "BLOCK_P": BASE_PAIRS, "BASE_COLS": 256 * tiling.num_warps if tiling.num_warps <= 2 else 128,
             "BLOCK_M": tiling.block_m, "BLOCK_N": block_n, "STEPS": tiling.steps, "STAGES": tiling.num_stages,
-            "GROUP": tiling.group, "EVEN_N": chunk == most and n == chunks * chunk,
+            "GROUP": tiling.group, "EVEN_N": not tiling.masks and chunk == most and n == chunks * chunk,
             "PREFETCH": tiling.prefetch and y.is_cuda, "PDL": on,
         }  # fmt: skip
-        return Constants(blocks + tiles * chunks, args, {"num_warps": tiling.num_warps, "launch_pdl": on})
+        options = {"num_warps": tiling.num_warps, "launch_pdl": on}
+        return Constants(blocks + tiles * chunks, args, options, tiling.specialize)
 
     key = launch_key(
         "expand_swiglu", config, y, (lora_b,), routing, (out.stride(0), out.dtype, h.shape, alpha, limit, pdl)

@@ -20,8 +20,8 @@ def expand_topk_sum(
 
     lora_b is (slots, experts, n, r). Tokens without an adapter get the sum of y; pairs of expert -1 are left out.
 
-    config: tiles of mode pair, of which block_n, num_warps and pdl are read. None: the active table's, else the
-    defaults.
+    config: tiles of mode pair, of which block_n, num_warps and the switches pdl, masks and specialize are read. None:
+    the active table's, else the defaults.
 
     Raises:
         ValueError: shapes that don't fit, a routing without topk_ids and topk_weights, or tiles that are too large.
@@ -56,9 +56,11 @@ def expand_topk_sum(
             "num_chunks": chunks, "stride_om": out.stride(0), "stride_ym": y.stride(0), "stride_yk": y.stride(1),
             "stride_bl": lora_b.stride(0), "stride_be": expert_stride(lora_b), "stride_bn": lora_b.stride(2),
             "TOPK": topk, "BLOCK_K": next_pow2(topk), "SPLITS": h.shape[0], "BLOCK_R": block_r(rank),
-            "BLOCK_N": block_n, "EVEN_N": n == chunks * block_n, "EVEN_R": block_r(rank) == rank, "PDL": on,
+            "BLOCK_N": block_n, "EVEN_N": not tiling.masks and n == chunks * block_n, "EVEN_R": block_r(rank) == rank,
+            "PDL": on,
         }  # fmt: skip
-        return Constants(tokens * chunks, args, {"num_warps": tiling.num_warps, "launch_pdl": on})
+        options = {"num_warps": tiling.num_warps, "launch_pdl": on}
+        return Constants(tokens * chunks, args, options, tiling.specialize)
 
     ids, gates = routing.topk_ids, routing.topk_weights
     key = (
