@@ -72,11 +72,16 @@ def error_of(call: Callable[[], object], layers: Sequence[tuple[cases.Layer, boo
     return max(relative_error(layer.y, w) for (layer, _), w in zip(layers, want, strict=True))
 
 
+def time_of(calls: Sequence[Callable[[], object]]) -> Spread:
+    """Microseconds of a call."""
+    return graph_us([*calls] * -(-CALLS // len(calls)))
+
+
 def measure(calls: Sequence[Callable[[], object]], checked: Sequence[tuple[cases.Layer, bool]]) -> Result:
     """Error of the first call, then the time of all of them; the first call's layers are `checked`."""
     try:
         error = error_of(calls[0], checked)
-        return Result(graph_us([*calls] * -(-CALLS // len(calls))), error)
+        return Result(time_of(calls), error)
     except Exception as failure:  # a provider that can't serve a shape is a row of the table, not the end of it
         return Result(None, float("nan"), f"{type(failure).__name__}: {failure}"[:80])
 
