@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 Mode = Literal["pair", "list"]
-# Up to (pairs, pairs per (slot, expert) group) each pair reads its own weights: few pairs, or few that can share. The
-# second limits count pairs by their weights, those of rank 32 as one. Measured, see docs/kernels.md.
-PAIR_LIMITS = ((16, float("inf")), (64, 4.0), (512, 0.5))
-WEIGHT_LIMITS = ((256, 2.0), (512, 1.0))
+# Up to (pairs, pairs per (slot, expert) group) each pair reads its own weights: few pairs, or few that can share.
+# Measured, see docs/kernels.md.
+PAIR_LIMITS = ((16, float("inf")), (64, 4.0), (128, 1.0), (512, 0.5))
+# The same for ranks up to 16. With rank 32 eight adapters in the batch gain by it and one alone loses twice as much.
+LOW_RANK_LIMIT = (256, 1.0)
 MULTIPROCESSORS = 132  # of an H200
 PROGRAMS = 800  # programs that fill an H200 about once with these tiles
 # Whether batches with a work list have the activation in gate_up's expand; without one they always do.
@@ -132,10 +133,8 @@ def work_block_m(pairs: int, groups: int, rank: int) -> int | None:
 def default_block_m(pairs: int, groups: int, rank: int) -> int | None:
     """The default of `work_block_m`."""
     rows = pairs / max(groups, 1)
-    weights = pairs * block_r(rank) / 32
-    if any(pairs <= most and rows <= sharing for most, sharing in PAIR_LIMITS):
-        return None
-    if any(weights <= most and rows <= sharing for most, sharing in WEIGHT_LIMITS):
+    limits = (*PAIR_LIMITS, LOW_RANK_LIMIT) if rank <= 16 else PAIR_LIMITS
+    if any(pairs <= most and rows <= sharing for most, sharing in limits):
         return None
     block = 16 if rows <= 16 else 32 if rows <= 64 else 64
     return min(block, 32) if rank > 64 else block

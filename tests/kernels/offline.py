@@ -1,7 +1,7 @@
 """Compiles what the launchers would launch for GPUs that are not there, and counts compiled variants.
 
-Run as a program (the test process may have Triton's interpreter on): `compile`, `kernels`, `variants` and `specialized`
-print one JSON document, `record` rewrites bench/results/registers.csv.
+Run as a program (the test process may have Triton's interpreter on): `compile`, `kernels`, `variants`, `specialized`
+and `alone` print one JSON document, `record` rewrites bench/results/registers.csv.
 """
 
 import concurrent.futures
@@ -231,6 +231,16 @@ def compiled() -> list[dict[str, int | str]]:
     return sorted(found, key=lambda row: [str(row[c]) for c in COLUMNS])
 
 
+def alone() -> list[str]:
+    """Names of the kernels that were compiled for one token with its count specialised to a constant."""
+    calls = [call for product in ("gpt-oss-20b qkv", "topk sum") for call in launches(product, 1)]
+    calls = [Call(replay.specialized(call.kernel), call.arguments) for call in calls]
+    constant = [c for c in calls if any(not c.kernel.params[i].is_constexpr for (i,) in source(c).constants)]
+    for call in constant:
+        usage(call, 90)
+    return sorted(name_of(call.kernel) for call in constant)
+
+
 def as_csv(rows: list[dict[str, int | str]]) -> str:
     """The text of the record."""
     text = io.StringIO()
@@ -296,6 +306,8 @@ def main(what: str) -> None:
     elif what == "kernels":
         matrix = {name_of(call.kernel) for case in cases() for call in launches(case.product, case.tokens)}
         print(json.dumps({"launched": sorted(launched()), "matrix": sorted(matrix)}))
+    elif what == "alone":
+        print(json.dumps(alone()))
     else:
         print(json.dumps(variants(what == "specialized")))
 

@@ -60,6 +60,10 @@ def test_few_variants_serve_every_batch_size() -> None:
         assert count <= (1 if kernel.startswith("work list") else 12), (kernel, count)
 
 
+def test_a_count_of_one_may_be_a_constant() -> None:
+    assert run("alone") == ["expand.expand_kernel", "expand_topk_sum.expand_topk_sum_kernel", "shrink.shrink_kernel"]
+
+
 def test_specialised_kernels_have_more_variants() -> None:
     plain, specialised = run("variants"), run("specialized")
     assert plain.keys() == specialised.keys()

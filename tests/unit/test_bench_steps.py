@@ -203,6 +203,8 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
         ("retention_dense", []),
         ("front_door", []),
         ("ttft", []),
+        ("benchmark_point", []),
+        ("backends", []),
     ],
 )
 def test_the_pages_tables_are_those_of_the_rows(

