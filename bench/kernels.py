@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ LIMIT = 5e-3
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 SLOTS = 8
+TURNS = 3
 CALLS = 20  # in a graph at least, so that the start of its replay doesn't count
 COLUMNS = (
     "kernel", "provider", "mode", "metric", "unit", "x_name", "x_value", "p50", "p20", "p80", "config", "gpu",
@@ -86,6 +87,20 @@ def measure(calls: Sequence[Callable[[], object]], checked: Sequence[tuple[cases
         return Result(None, float("nan"), f"{type(failure).__name__}: {failure}"[:80])
 
 
+def in_turn(
+    calls: Sequence[Sequence[Callable[[], object]]], checked: Sequence[tuple[cases.Layer, bool]]
+) -> list[Result]:
+    """Errors, and the middle of TURNS times, taken in turns: what comes first is up to 15 % faster at M = 1."""
+    results = [measure(found, checked) for found in calls]
+    times = [[r.time] if r.time else [] for r in results]
+    for _ in range(TURNS - 1):
+        for found, known in zip(calls, times, strict=True):
+            if known:
+                known.append(time_of(found))
+    middle = [sorted(known, key=lambda t: t.p50)[len(known) // 2] if known else None for known in times]
+    return [replace(r, time=time) for r, time in zip(results, middle, strict=True)]
+
+
 def moe_layers(shape: cases.MoeShape, tokens: int, adapters: int) -> list[tuple[cases.Layer, cases.Layer]]:
     """(gate_up, down) of several layers."""
     pairs = tokens * shape.topk
@@ -99,7 +114,7 @@ def moe_results(name: str, tokens: int, adapters: int, providers: Sequence[Provi
     shape = cases.MOE[name]
     layers = moe_layers(shape, tokens, adapters)
     checked = [(layers[0][0], False), (layers[0][1], True)]
-    return [measure([p.moe(shape, *pair) for pair in layers], checked) for p in providers]
+    return in_turn([[p.moe(shape, *pair) for pair in layers] for p in providers], checked)
 
 
 def dense_layers(shape: cases.DenseShape, tokens: int, adapters: int) -> list[list[cases.Layer]]:
@@ -119,7 +134,7 @@ def dense_results(name: str, tokens: int, adapters: int, providers: Sequence[Pro
     """All LoRA-wrapped linears of one block."""
     layers = dense_layers(cases.DENSE[name], tokens, adapters)
     checked = [(module, True) for module in layers[0]]
-    return [measure([p.dense(modules) for modules in layers], checked) for p in providers]
+    return in_turn([[p.dense(modules) for modules in layers] for p in providers], checked)
 
 
 def line(label: str, results: Sequence[Result], providers: Sequence[Provider]) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from bench import cases
 from bench.csv_rows import append
-from bench.kernels import COLUMNS, LIMIT, SLOTS, Result, dense_layers, measure, moe_layers, revision, rows, time_of
+from bench.kernels import COLUMNS, LIMIT, SLOTS, Result, dense_layers, in_turn, moe_layers, revision, rows
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig, default_block_m
 from lorahost_kernels.ops import layer as ops
 from lorahost_kernels.ops.common.defaults import default_expand, default_shrink
@@ -28,7 +28,6 @@ from lorahost_kernels.ops.work_list.launch import build_work_list
 from lorahost_kernels.tuned import legal
 
 SHARED_LIMIT = 227 * 1024  # bytes that one program may have on an H200
-TURNS = 3
 AS_USUAL = -1  # the default grouping
 Product = Callable[..., None]
 
@@ -162,7 +161,8 @@ def moe_results(name: str, tokens: int, adapters: int, rank: int) -> list[tuple[
     layers = moe_layers(replace(cases.MOE[name], rank=rank), tokens, adapters)
     checked = [(layers[0][0], False), (layers[0][1], True)]
     calls = ((t, [moe_call(t, *pair) for pair in layers]) for t in TECHNIQUES)
-    return in_turn([(t, [c for c in found if c]) for t, found in calls if all(found)], checked)
+    able = [(t, [c for c in found if c]) for t, found in calls if all(found)]
+    return list(zip((t for t, _ in able), in_turn([found for _, found in able], checked), strict=True))
 
 
 def dense_results(name: str, tokens: int, adapters: int, rank: int) -> list[tuple[Technique, Result]]:
@@ -170,21 +170,8 @@ def dense_results(name: str, tokens: int, adapters: int, rank: int) -> list[tupl
     layers = dense_layers(replace(cases.DENSE[name], rank=rank), tokens, adapters)
     checked = [(module, True) for module in layers[0]]
     calls = ((t, [dense_call(t, modules) for modules in layers]) for t in TECHNIQUES)
-    return in_turn([(t, [c for c in found if c]) for t, found in calls if all(found)], checked)
-
-
-def in_turn(
-    calls: Sequence[tuple[Technique, list[Callable[[], None]]]], checked: Sequence[tuple[cases.Layer, bool]]
-) -> list[tuple[Technique, Result]]:
-    """Errors, and the middle of TURNS times, taken in turns: what comes first is up to 15 % faster at M = 1."""
-    results = [measure(found, checked) for _, found in calls]
-    times = [[r.time] if r.time else [] for r in results]
-    for _ in range(TURNS - 1):
-        for found, known in zip((found for _, found in calls), times, strict=True):
-            if known:
-                known.append(time_of(found))
-    middle = [sorted(known, key=lambda t: t.p50)[len(known) // 2] if known else None for known in times]
-    return [(t, replace(r, time=time)) for (t, _), r, time in zip(calls, results, middle, strict=True)]
+    able = [(t, [c for c in found if c]) for t, found in calls if all(found)]
+    return list(zip((t for t, _ in able), in_turn([found for _, found in able], checked), strict=True))
 
 
 def line(technique: Technique, result: Result, defaults: Result) -> str:

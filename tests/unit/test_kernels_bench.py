@@ -74,13 +74,13 @@ def test_our_failure_is_red_with_its_message() -> None:
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One small shape of each kind; each provider's time is the next of TIMES_US."""
+    """One small shape of each kind; each provider has its own of TIMES_US, in the first turn half, then double."""
     moe = cases.MoeShape(experts=2, topk=2, hidden=16, intermediate=8, slices=2, rank=4)
     monkeypatch.setattr(cases, "MOE", {"small": moe})
     monkeypatch.setattr(cases, "DENSE", {"small": cases.DenseShape({"qkv": (16, (8, 8)), "o": (8, (16,))}, rank=4)})
     monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(kernels, "DTYPE", torch.float32)
-    times = iter(TIMES_US * 2)
+    times = iter([time * turn for _ in ("moe", "dense") for turn in (0.5, 2.0, 1.0) for time in TIMES_US])
     monkeypatch.setattr(kernels, "graph_us", lambda calls: Spread(*[next(times)] * 3))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     yield
