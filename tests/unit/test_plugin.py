@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import lorahost_kernels
 from lorahost_kernels.operations import MOE, OPERATIONS
 
 PACKAGE = Path(__file__).parents[2] / "kernels" / "lorahost_kernels"
@@ -178,7 +179,10 @@ class TestChoosePaths:
         monkeypatch.setattr(install, "get_current_vllm_config_or_none", lambda: config)
         paths = install.choose_paths("cpu", torch.float16)
         assert (paths.moe, paths.dense) == ("stock", "triton")
-        assert config.additional_config == {"mine": 1, "lorahost_kernels": {"moe": "stock", "dense": "triton"}}
+        assert config.additional_config == {
+            "mine": 1,
+            "lorahost_kernels": {"version": lorahost_kernels.__version__, "moe": "stock", "dense": "triton"},
+        }
         assert install.operations == {name: "stock" if name in MOE else "triton" for name in OPERATIONS}
         assert install.kernels["shrink"] == {
             "path": "triton", "reason": "shrink!", "fallback": False, "error": 0.25, "seconds": 1.0,

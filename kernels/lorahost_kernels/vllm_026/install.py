@@ -10,6 +10,7 @@ import vllm
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
+from lorahost_kernels import __version__
 from lorahost_kernels.operations import OPERATIONS, PRODUCTS
 from lorahost_kernels.vllm_026.patching import PluginError
 from lorahost_kernels.vllm_026.signatures import VLLM_VERSION, check_signatures
@@ -113,8 +114,8 @@ def register_gpu(wanted: str) -> None:
 def choose_paths(device: Any, dtype: Any) -> Paths:
     """Runs the self-check, once a process, and records which code runs each operation from here on.
 
-    Call it where vLLM's configuration is set, before the model is compiled: the choice becomes a part of the key of
-    vLLM's compile cache, since the compiled graphs call other operations with other kernels.
+    Call it where vLLM's configuration is set, before the model is compiled: the choice and this package's version
+    become a part of the key of vLLM's compile cache, since compiled graphs call other operations with other kernels.
 
     Args:
         device: Where the LoRA weights are.
@@ -133,7 +134,7 @@ def choose_paths(device: Any, dtype: Any) -> Paths:
     config = get_current_vllm_config_or_none()
     extra = None if config is None else config.additional_config
     if isinstance(extra, dict):
-        extra["lorahost_kernels"] = {"moe": paths.moe, "dense": paths.dense}
+        extra["lorahost_kernels"] = {"version": __version__, "moe": paths.moe, "dense": paths.dense}
     else:
         log.warning("additional_config is no dict: vLLM's compile cache does not know which LoRA kernels are in use")
     log_operations()
