@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tests.kernels.tuned_simulated import SHAPE, Clock, Simulated, doublings, spaces_of, tuner
 
+from lorahost_kernels.configs import Config
 from lorahost_kernels.tune import plan, run
 from lorahost_kernels.tune.known import Choice, Key, Record, choice_of
 from lorahost_kernels.tune.plan import Place
@@ -26,10 +27,17 @@ SIZES = (1, 4, 16, 64, 256, 1024, 8192)
 POINTS = plan.places(SHAPE, SIZES, ("moe_fused", "dense"))
 
 
-class Rugged(Simulated):
-    """Each candidate is up to a tenth (`rough`) slower than its distance from the best says; 1 % noise."""
+def text(config: Config) -> str:
+    """A half of a candidate without switches that the tuner never moves: a new one must not change the surface."""
+    switches = ("masks", "specialize", "fused_add")
+    shown = ", ".join(f"{name}={value!r}" for name, value in vars(config).items() if name not in switches)
+    return f"{type(config).__name__}({shown})"
 
-    rough, surface = 0.1, 0
+
+class Rugged(Simulated):
+    """Each candidate is up to a tenth slower than its distance from the best says; 1 % noise."""
+
+    surface = ""
 
     def __init__(self, place: Place, spaces: dict[str, Space], clock: Clock, seed: int = 0) -> None:
         super().__init__(place, spaces, clock, 0.01)
@@ -39,8 +47,8 @@ class Rugged(Simulated):
     def exact(self, name: str, pair: Pair) -> float:
         way = pair[0].block_m if pair[0].mode == "list" else None
         far = sum(doublings(a, b) for a, b in zip(pair, self.target(name, way), strict=True))
-        rough = zlib.crc32(f"{self.surface} {name} {pair}".encode()) / 2**32
-        return 10 * (1 + 0.1 * far) * (1 + self.rough * rough) * (1.0 if way == self.best_way else 1.2)
+        rough = zlib.crc32(f"{self.surface}{name} ({text(pair[0])}, {text(pair[1])})".encode()) / 2**32
+        return 10 * (1 + 0.1 * far) * (1 + 0.1 * rough) * (1.0 if way == self.best_way else 1.2)
 
     def cost(self, name: str, pair: Pair) -> float:
         return self.exact(name, pair) * (1 + self.noise * self.random.uniform(-1, 1))
@@ -220,10 +228,8 @@ def test_points_about_which_nothing_is_new_are_not_visited_again() -> None:
     assert {r.place for r in results if r.passes > 2} == {moving}
 
 
-def apart(monkeypatch: pytest.MonkeyPatch, rough: float, surface: int) -> tuple[float, float]:
+def apart() -> tuple[float, float]:
     """How many times one run's time is the other's at the worst point, after the first pass and at the end."""
-    monkeypatch.setattr(Rugged, "rough", rough)
-    monkeypatch.setattr(Rugged, "surface", surface)
     runs = []
     for seed, todo in ((1, POINTS), (2, POINTS[::-1])):
         clock = Clock()
@@ -241,18 +247,17 @@ def apart(monkeypatch: pytest.MonkeyPatch, rough: float, surface: int) -> tuple[
     return one, more
 
 
-@pytest.mark.parametrize("surface", range(3))
-def test_two_runs_end_at_the_same_times(monkeypatch: pytest.MonkeyPatch, surface: int) -> None:
-    """Other noise and another order of the points: 3 % apart at most."""
-    assert apart(monkeypatch, 0.1, surface)[1] <= 1.03
+def test_two_runs_end_at_the_same_times() -> None:
+    """Other noise and another order of the points: 3 % apart at most with further passes, not with one."""
+    one, more = apart()
+    assert one > 1.03
+    assert more <= 1.03
 
 
-def test_further_passes_bring_two_runs_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On surfaces three times as rough they are apart by less than two thirds of what one pass leaves."""
-    found = [apart(monkeypatch, 0.3, surface) for surface in range(4)]
-    one, more = (sum(values) - len(found) for values in zip(*found, strict=True))
-    assert one > 0.2
-    assert more < one * 2 / 3
+@pytest.mark.parametrize("surface", ["1 ", "2 ", "3 "])
+def test_two_runs_end_at_the_same_times_on_other_surfaces(monkeypatch: pytest.MonkeyPatch, surface: str) -> None:
+    monkeypatch.setattr(Rugged, "surface", surface)
+    assert apart()[1] <= 1.03
 
 
 def test_a_run_that_is_stopped_in_a_further_pass_goes_on_there(tmp_path: Path) -> None:
