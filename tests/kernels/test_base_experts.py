@@ -88,9 +88,9 @@ def test_without_lora_vllms_choice_stays(activation: MoEActivation) -> None:
     assert select(lora=False, activation=activation) is stock
 
 
-@pytest.mark.parametrize(("kernels", "want"), [("on", Backend.TRITON_UNFUSED), ("off", Backend.MARLIN)])
-def test_vllms_choice_stays_without_our_kernels(monkeypatch: pytest.MonkeyPatch, kernels: str, want: Any) -> None:
-    """As the plugin registers itself with LORAHOST_KERNELS; patches of other parts of vLLM are left out."""
+@pytest.mark.parametrize(("kernels", "want"), [(True, Backend.TRITON_UNFUSED), (False, Backend.MARLIN)])
+def test_vllms_choice_stays_without_our_kernels(monkeypatch: pytest.MonkeyPatch, kernels: bool, want: Any) -> None:
+    """As the plugin registers itself by LORAHOST_KERNELS; patches of other parts of vLLM are left out."""
     for module in (module_flags, prefill_graphs, router_logits, tp_slices, warm):
         monkeypatch.setattr(module, "apply_patches", lambda: None)
     monkeypatch.setattr(gpu_punica, "patch", lambda *_: None)

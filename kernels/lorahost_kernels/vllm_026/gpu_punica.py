@@ -19,7 +19,7 @@ from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.work_list.launch import build_work_list
-from lorahost_kernels.vllm_026 import dense_lists, module_flags, warm
+from lorahost_kernels.vllm_026 import dense_lists, graph_nodes, module_flags, warm
 from lorahost_kernels.vllm_026.gpu_metadata import (
     Staging,
     fill_dense_lists,
@@ -29,7 +29,7 @@ from lorahost_kernels.vllm_026.gpu_metadata import (
     slots_of,
     staging_size,
 )
-from lorahost_kernels.vllm_026.install import choose_paths
+from lorahost_kernels.vllm_026.install import choose_paths, skip_untouched
 from lorahost_kernels.vllm_026.patching import patch
 
 WRAPPER = f"{__name__}.GpuPunicaWrapper"
@@ -67,14 +67,18 @@ def _linear(
 ) -> None:
     if no_lora.item():
         return
-    slots, _, rank, _ = lora_a[0].shape
-    tokens = x.shape[0]
-    routing = Routing(token_slots[:tokens], module_flags.flags_of(lora_a[0], enabled))
-    block_m = work_block_m(tokens, slots, rank)
-    if block_m is not None:
-        work = dense_lists.work_list(lists, tokens, token_slots.shape[0], slots, block_m)
-        routing = build_work_list(routing, slots, block_m) if work is None else replace(routing, work=work)
-    layer.linear(y, x, lora_a, lora_b, routing, add_inputs=add_inputs)
+
+    def launch() -> None:
+        slots, _, rank, _ = lora_a[0].shape
+        tokens = x.shape[0]
+        routing = Routing(token_slots[:tokens], module_flags.flags_of(lora_a[0], enabled))
+        block_m = work_block_m(tokens, slots, rank)
+        if block_m is not None:
+            work = dense_lists.work_list(lists, tokens, token_slots.shape[0], slots, block_m)
+            routing = build_work_list(routing, slots, block_m) if work is None else replace(routing, work=work)
+        layer.linear(y, x, lora_a, lora_b, routing, add_inputs=add_inputs)
+
+    graph_nodes.run_for(lora_a[0].data_ptr(), launch)
 
 
 def _linear_fake(
@@ -107,6 +111,7 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         paths = choose_paths(device, self.lora_config.lora_dtype)
         self.moe_path, self.dense_path = paths.moe, paths.dense
+        skip_untouched()
         self._all_enabled = torch.ones(self.max_loras + 1, dtype=torch.int32, device=device)
         self._max_tokens = max_num_batched_tokens
         size = dense_lists.buffer_size(max_num_batched_tokens, self.max_loras)
@@ -202,18 +207,23 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
             return stock
         if self.batch_without_adapters():
             return None, None, None, token_lora_mapping
-        ids = topk_ids
-        if expert_map is not None:
-            # -1 marks rows without an expert, and would index the map's end
-            ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()], -1)
-        slots = self._slots(num_tokens) if token_lora_mapping is None else token_lora_mapping
-        routing = with_work_list(
-            Routing(slots, adapter_enabled, local_num_experts, ids.to(torch.int32).contiguous()),
-            max_loras,
-            lora_a_stacked[0].shape[-2],
-        )
-        out = y.view(-1, top_k_num, y.shape[-1])
-        layer.gate_up(out, x, lora_a_stacked, lora_b_stacked, routing, add_inputs=add_inputs)
+
+        def launch() -> Routing:
+            ids = topk_ids
+            if expert_map is not None:
+                # -1 marks rows without an expert, and would index the map's end
+                ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp(min=0).long()], -1)
+            slots = self._slots(num_tokens) if token_lora_mapping is None else token_lora_mapping
+            routing = with_work_list(
+                Routing(slots, adapter_enabled, local_num_experts, ids.to(torch.int32).contiguous()),
+                max_loras,
+                lora_a_stacked[0].shape[-2],
+            )
+            out = y.view(-1, top_k_num, y.shape[-1])
+            layer.gate_up(out, x, lora_a_stacked, lora_b_stacked, routing, add_inputs=add_inputs)
+            return routing
+
+        routing = graph_nodes.run_for(lora_a_stacked[0].data_ptr(), launch)
         return routing, None, None, token_lora_mapping
 
     def add_lora_w2(
@@ -250,9 +260,13 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
         routing = sorted_token_ids_lora
         if routing is None:
             return
-        weighted = replace(routing, topk_weights=topk_weights.to(torch.float32).contiguous())
-        out = y.view(-1, top_k_num, y.shape[-1])
-        layer.down(out, x, lora_a_stacked, lora_b_stacked, weighted, add_inputs=add_inputs)
+
+        def launch() -> None:
+            weighted = replace(routing, topk_weights=topk_weights.to(torch.float32).contiguous())
+            out = y.view(-1, top_k_num, y.shape[-1])
+            layer.down(out, x, lora_a_stacked, lora_b_stacked, weighted, add_inputs=add_inputs)
+
+        graph_nodes.run_for(lora_a_stacked[0].data_ptr(), launch)
 
     def pair_routing(
         self,
@@ -262,15 +276,19 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
         pair_rows: torch.Tensor,
         tokens: int,
     ) -> Routing | None:
-        """The LoRA work of one MoE layer with rows ordered by expert; None without adapters. See oai_experts."""
+        """The LoRA work of one MoE layer with rows ordered by expert; None where there is none. See oai_experts."""
         if self.batch_without_adapters():
             return None
-        routing = Routing(
-            self._slots(tokens),
-            context.adapter_enabled,
-            context.local_num_experts,
-            topk_ids.to(torch.int32).contiguous(),
-            topk_weights.to(torch.float32).contiguous(),
-            pair_rows,
-        )
-        return with_work_list(routing, context.max_loras, context.w13_lora_a_stacked[0].shape[-2])
+
+        def launch() -> Routing:
+            routing = Routing(
+                self._slots(tokens),
+                context.adapter_enabled,
+                context.local_num_experts,
+                topk_ids.to(torch.int32).contiguous(),
+                topk_weights.to(torch.float32).contiguous(),
+                pair_rows,
+            )
+            return with_work_list(routing, context.max_loras, context.w13_lora_a_stacked[0].shape[-2])
+
+        return graph_nodes.run_for(context.w13_lora_a_stacked[0].data_ptr(), launch)

@@ -43,7 +43,7 @@ def install() -> None:
             f"install vllm=={VLLM_VERSION}, or leave the plugin out with VLLM_PLUGINS="
         )
     check_signatures(cpu=current_platform.is_cpu())
-    wanted = wanted_kernels()
+    wanted = on_or_off("LORAHOST_KERNELS")
     register_common()
     if current_platform.is_cpu():
         register_cpu()
@@ -82,25 +82,25 @@ def register_cpu() -> None:
         record(name, "torch", "the engine runs on the CPU")
 
 
-def wanted_kernels() -> str:
-    """LORAHOST_KERNELS, `on` where it isn't set. Raises PluginError for a value that is neither `on` nor `off`."""
-    wanted = os.environ.get("LORAHOST_KERNELS", "on")
-    if wanted not in ("on", "off"):
-        raise PluginError(f"LORAHOST_KERNELS={wanted!r} must be on or off")
-    return wanted
+def on_or_off(name: str) -> bool:
+    """The environment's variable, on where it isn't set. Raises PluginError for a value that is neither on nor off."""
+    value = os.environ.get(name, "on")
+    if value not in ("on", "off"):
+        raise PluginError(f"{name}={value!r} must be on or off")
+    return value == "on"
 
 
-def register_gpu(wanted: str) -> None:
-    """With `on` this package's kernels, until `choose_paths` has checked them; else vLLM's own, for all operations."""
+def register_gpu(wanted: bool) -> None:
+    """This package's kernels if wanted, until `choose_paths` has checked them; else vLLM's own, for all operations."""
     from lorahost_kernels.vllm_026 import router_logits, tp_slices
 
-    if wanted == "on" and current_platform.is_cuda():
+    if wanted and current_platform.is_cuda():
         from lorahost_kernels.vllm_026 import gpu_punica, prefill_graphs
 
         gpu_punica.apply_patches()
         prefill_graphs.apply_patches()
         path, reason = "triton", "LORAHOST_KERNELS=on, not checked yet"
-    elif wanted == "on":
+    elif wanted:
         path, reason = "stock", "these kernels are for NVIDIA GPUs"
     else:
         path, reason = "stock", "LORAHOST_KERNELS=off"
@@ -139,6 +139,23 @@ def choose_paths(device: Any, dtype: Any) -> Paths:
         log.warning("additional_config is no dict: vLLM's compile cache does not know which LoRA kernels are in use")
     log_operations()
     return paths
+
+
+def skip_untouched() -> None:
+    """Leaves out launches of modules that no resident adapter touches; the reason is recorded where that can't be.
+
+    Raises:
+        PluginError: LORAHOST_SKIP_UNTOUCHED is neither on nor off.
+    """
+    from lorahost_kernels.vllm_026 import graph_nodes
+
+    if not on_or_off("LORAHOST_SKIP_UNTOUCHED"):
+        record("untouched_modules", "launched", "LORAHOST_SKIP_UNTOUCHED=off")
+    elif problem := graph_nodes.start():
+        log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
+        record("untouched_modules", "launched", problem, fallback=True)
+    else:
+        record("untouched_modules", "skipped", "the driver switches nodes of CUDA graphs")
 
 
 def record(name: str, path: str, reason: str, fallback: bool = False, **more: Any) -> None:

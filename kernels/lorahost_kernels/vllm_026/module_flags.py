@@ -1,7 +1,8 @@
-"""Which adapter slots hold weights for a dense module, so that modules without any cost no memory traffic.
+"""Which modules the resident adapters hold weights for, so that modules without any cost nothing.
 
-vLLM keeps such a flag for experts only, and multiplies by the zeros of an untouched module. The flags lie on the
-device: CUDA graphs that were captured before an adapter came read what it brought.
+vLLM keeps such a flag for experts only, and multiplies by the zeros of an untouched module. A dense module's flags, one
+for each slot, lie on the device: CUDA graphs that were captured before an adapter came read what it brought, and rows
+of an adapter without weights there cost no memory traffic. `graph_nodes` leaves out a module that no adapter touches.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import torch
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.model_manager import LoRAModelManager
 
+from lorahost_kernels.vllm_026 import graph_nodes
 from lorahost_kernels.vllm_026.patching import original, patch
 
 # by the address of a module's first lora_a buffer, which stays where it is as long as the engine runs
 _flags: dict[int, torch.Tensor] = {}
 TABLE = "_lorahost_module_flags"
+TOUCHED = "_lorahost_touched"
 
 
 def apply_patches() -> None:
-    """Keeps the flags up to date whenever an adapter enters a slot."""
+    """Keeps track whenever an adapter enters or leaves a slot."""
     patch(LoRAModelManager, "activate_adapter", activate_adapter)
+    patch(LoRAModelManager, "_deactivate_adapter", deactivate_adapter)
 
 
 def flags_of(lora_a: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
@@ -34,7 +38,14 @@ def activate_adapter(self: Any, lora_id: int) -> bool:
     entered: bool = original(LoRAModelManager, "activate_adapter")(self, lora_id)
     if entered:
         mark(self, lora_id)
+        touch(self, lora_id)
     return entered
+
+
+def deactivate_adapter(self: Any, lora_id: int) -> None:
+    """See `LoRAModelManager._deactivate_adapter`."""
+    original(LoRAModelManager, "_deactivate_adapter")(self, lora_id)
+    touch(self)
 
 
 # vLLM activates some adapters in inference mode and some outside; a tensor made inside can't be written outside
@@ -54,3 +65,24 @@ def mark(manager: Any, lora_id: int) -> None:
     adapter = manager.list_adapters()[lora_id]
     touched = [int(bool(manager._get_lora_layer_weights(adapter, name))) for name in dense]
     table[:, manager.lora_index_to_id.index(lora_id)] = torch.tensor(touched, dtype=torch.int32, device=table.device)
+
+
+def touch(manager: Any, entered: int | None = None) -> None:
+    """Tells `graph_nodes` which modules the adapters in the manager's slots touch; entered: id of a new one."""
+    found: dict[int, frozenset[int]] = vars(manager).setdefault(TOUCHED, {})
+    if entered is not None:
+        adapter = manager.list_adapters()[entered]
+        modules = [m for name, m in manager.modules.items() if manager._get_lora_layer_weights(adapter, name)]
+        found[entered] = frozenset(key for module in modules for key in keys_of(module))
+    for gone in found.keys() - set(manager.lora_index_to_id):
+        del found[gone]
+    graph_nodes.touch(frozenset().union(*found.values()))
+
+
+def keys_of(module: Any) -> list[int]:
+    """What `graph_nodes.run_for` knows the module's products by: the address of each one's first lora_a buffer."""
+    if isinstance(module, BaseLinearLayerWithLoRA):
+        return [module.lora_a_stacked[0].data_ptr()]
+    if hasattr(module, "w13_lora_a_stacked"):
+        return [module.w13_lora_a_stacked[0].data_ptr(), module.w2_lora_a_stacked[0].data_ptr()]
+    return []

@@ -7,6 +7,7 @@ the order comes from one to three launches instead of ten.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lorahost_kernels.configs import next_pow2
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.expert_order.launch import expert_order
+from lorahost_kernels.vllm_026 import graph_nodes
 from lorahost_kernels.vllm_026.patching import original, patch
 
 Experts = oai.UnfusedOAITritonExperts
@@ -141,13 +143,15 @@ def add_gate_up(
     """out (pairs, width) = the activation of y (pairs, columns) + the adapters' gate_up of x (tokens, hidden)."""
     a, b = context.w13_lora_a_stacked, context.w13_lora_b_stacked
     fused = lora is not None and (lora.work is None or configs.FUSED_LIST)
+    plain = partial(experts.activation, activation, out, y)
+    key = a[0].data_ptr()
     if lora is not None and fused and len(a) == 1 and activation == MoEActivation.SWIGLUOAI:
-        limits = swiglu_limits(experts.quant_config)
-        layer.gate_up_swiglu(out, y, x, a[0], b[0], lora, limits["swiglu_alpha"], limits["swiglu_limit"])
+        alpha, limit = swiglu_limits(experts.quant_config).values()
+        graph_nodes.run_either(key, partial(layer.gate_up_swiglu, out, y, x, a[0], b[0], lora, alpha, limit), plain)
         return
     if lora is not None:
-        layer.gate_up(y, x, a, b, lora)
-    experts.activation(activation, out, y)
+        graph_nodes.run_for(key, partial(layer.gate_up, y, x, a, b, lora))
+    plain()
 
 
 def add_down(
@@ -160,9 +164,11 @@ def add_down(
 ) -> None:
     """out (tokens, hidden) = the sum over experts of y (tokens, topk, hidden) + the adapters' down of x."""
     a, b = context.w2_lora_a_stacked, context.w2_lora_b_stacked
+    plain = partial(oai.masked_moe_sum, y, topk_ids, out)
+    key = a[0].data_ptr()
     if lora is not None and lora.work is None:
-        layer.down_topk_sum(out, y, x, a[0], b[0], lora)
+        graph_nodes.run_either(key, partial(layer.down_topk_sum, out, y, x, a[0], b[0], lora), plain)
         return
     if lora is not None:
-        layer.down(y, x, a, b, lora)
-    oai.masked_moe_sum(y, topk_ids, out)
+        graph_nodes.run_for(key, partial(layer.down, y, x, a, b, lora))
+    plain()

@@ -1,0 +1,261 @@
+"""Launches that are left out while no resident adapter needs them, in CUDA graphs, too.
+
+A graph is captured before there is any adapter, so it has the launches of every module. The nodes of such launches are
+noted while a graph is captured, and switched off and on in the graph that is replayed (`cuGraphNodeSetEnabled`): a node
+that is off costs next to nothing, where a kernel that ends at once costs 1 to 4 us (`python -m bench.untouched`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lorahost_kernels.vllm_026.patching import patch
+
+log = logging.getLogger("vllm.lorahost")
+T = TypeVar("T")
+
+CAPTURE_ACTIVE = 1
+MOST_NODES = 64  # of one module's launches
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver has no such function, or it failed; the message says which."""
+
+
+class GraphDriver(Protocol):
+    """What is needed of CUDA graphs; nodes and graphs are the driver's handles."""
+
+    def last_nodes(self, stream: int) -> list[int]:
+        """Nodes that the next launch on a capturing stream will depend on."""
+        ...
+
+    def nodes_before(self, node: int) -> list[int]:
+        """Nodes that a node depends on."""
+        ...
+
+    def switch(self, executable: int, node: int, on: bool) -> None:
+        """Lets later replays of an instantiated graph run or leave out a node."""
+        ...
+
+
+class CudaDriver:
+    """`GraphDriver` by libcuda; raises DriverError. The functions with edge data came with CUDA 12.3."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+            self._capture_info = library.cuStreamGetCaptureInfo_v3
+            self._dependencies = library.cuGraphNodeGetDependencies_v2
+            self._set_enabled = library.cuGraphNodeSetEnabled
+        except (OSError, AttributeError) as error:
+            raise DriverError(str(error)) from error
+
+    def last_nodes(self, stream: int) -> list[int]:
+        status, graph, edges = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        number, nodes, count = ctypes.c_uint64(), ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        _check(
+            self._capture_info,
+            ctypes.c_void_p(stream), *map(ctypes.byref, (status, number, graph, nodes, edges, count)),
+        )  # fmt: skip
+        if status.value != CAPTURE_ACTIVE:
+            raise DriverError(f"the stream is not being captured (status {status.value})")
+        return [int(nodes[i] or 0) for i in range(count.value)]
+
+    def nodes_before(self, node: int) -> list[int]:
+        # an edge's data are 8 bytes
+        nodes, edges, count = (ctypes.c_void_p * MOST_NODES)(), (ctypes.c_uint64 * MOST_NODES)(), ctypes.c_size_t()
+        count.value = MOST_NODES
+        _check(self._dependencies, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
+        return [int(nodes[i] or 0) for i in range(count.value)]
+
+    def switch(self, executable: int, node: int, on: bool) -> None:
+        _check(self._set_enabled, ctypes.c_void_p(executable), ctypes.c_void_p(node), ctypes.c_uint(on))
+
+
+def _check(function: Any, *args: Any) -> None:
+    code = function(*args)
+    if code:
+        raise DriverError(f"{function.__name__} failed with CUDA error {code}")
+
+
+Key = tuple[int, bool]
+
+
+@dataclass
+class State:
+    """Of this process: which modules adapters touch, and the nodes of the graph that is being captured.
+
+    touched: keys of modules; None until an adapter has come, which may then touch any.
+    recording: nodes by module, and whether they run where it is touched or where it is not.
+    """
+
+    driver: GraphDriver | None = None
+    touched: frozenset[int] | None = None
+    recording: dict[Key, list[int]] | None = None
+
+
+state = State()
+
+
+def touch(modules: frozenset[int]) -> None:
+    """From here on the resident adapters have weights for these modules, and for no others."""
+    state.touched = modules
+
+
+def is_touched(module: int) -> bool:
+    """Whether a resident adapter may have weights for the module."""
+    return state.touched is None or module in state.touched
+
+
+def run_for(module: int, launch: Callable[[], T]) -> T | None:
+    """What `launch` returns; None where no resident adapter touches the module, and nothing was launched.
+
+    While a graph is captured it is always called, and replays leave its kernels out.
+
+    Args:
+        module: Key of a module, as in `touch`.
+        launch: Launches kernels on the current stream that change nothing that other kernels read, unless an adapter
+            touches the module.
+    """
+    if state.driver is None:
+        return launch()
+    if state.recording is not None:
+        return _record((module, True), launch)
+    # a capture that nobody records must have all launches
+    return launch() if is_touched(module) or torch.cuda.is_current_stream_capturing() else None
+
+
+def run_either(module: int, touched: Callable[[], object], untouched: Callable[[], object]) -> None:
+    """Calls `touched` or, where no resident adapter touches the module, `untouched`, which gives the same for less.
+
+    A captured graph has both, and replays run one of them.
+    """
+    if state.driver is not None and state.recording is not None:
+        _record((module, True), touched)
+        _record((module, False), untouched)
+    elif run_for(module, lambda: (touched(),)) is None:
+        untouched()
+
+
+def _record(key: Key, launch: Callable[[], T]) -> T:
+    assert state.driver is not None
+    assert state.recording is not None
+    stream = torch.cuda.current_stream().cuda_stream
+    before = state.driver.last_nodes(stream)
+    result = launch()
+    state.recording.setdefault(key, []).extend(nodes_since(state.driver, stream, before))
+    return result
+
+
+def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int]:
+    """Nodes that a capturing stream has got since its last ones were `before`. Raises DriverError for a fork."""
+    nodes: list[int] = []
+    last = driver.last_nodes(stream)
+    while set(last) != set(before):
+        if len(last) != 1 or len(nodes) == MOST_NODES:
+            raise DriverError(
+                f"a module's launches are no chain in a CUDA graph: {len(last)} nodes in one place after {len(nodes)}; "
+                "LORAHOST_SKIP_UNTOUCHED=off does without"
+            )
+        nodes += last
+        last = driver.nodes_before(last[0])
+    return nodes
+
+
+class Switches:
+    """The noted nodes of one graph, and which of them are off."""
+
+    def __init__(self, nodes: dict[Key, list[int]]) -> None:
+        self._nodes = nodes
+        self.forget()
+
+    def forget(self) -> None:
+        """The graph was instantiated again: everything is on."""
+        self._off: set[Key] = set()
+        self._seen: object = self
+
+    def follow(self, executable: Callable[[], int]) -> None:
+        """Switches what has changed since the last time; executable: gives the instantiated graph's handle."""
+        if state.touched is self._seen or state.driver is None:
+            return
+        for key, nodes in self._nodes.items():
+            module, wanted = key
+            off = is_touched(module) != wanted
+            if off != (key in self._off):
+                for node in nodes:
+                    state.driver.switch(executable(), node, not off)
+                (self._off.add if off else self._off.discard)(key)
+        self._seen = state.touched
+
+
+def switched(base: Any) -> Any:
+    """A subclass of `torch.cuda.CUDAGraph` whose replays leave out the launches of untouched modules."""
+
+    class SwitchedGraph(base):
+        """Keeps the captured graph, whose nodes name those of the instantiated one."""
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            super().__init__(keep_graph=True)
+            self._switches = Switches({})
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            super().capture_begin(*args, **kwargs)
+            state.recording = {}
+
+        def capture_end(self) -> None:
+            nodes, state.recording = state.recording, None
+            super().capture_end()
+            self._switches = Switches(nodes or {})
+            self.instantiate()
+
+        def instantiate(self) -> None:
+            super().instantiate()
+            self._switches.forget()
+
+        def replay(self) -> None:
+            self._switches.follow(self.raw_cuda_graph_exec)
+            super().replay()
+
+    return SwitchedGraph
+
+
+def start() -> str:
+    """Makes every CUDA graph of this process from here on a switched one; "" or why that can't be."""
+    if state.driver is not None:
+        return ""
+    try:
+        driver = CudaDriver()
+        graph = switched(torch.cuda.CUDAGraph)
+        check(driver, graph)
+    except (DriverError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    patch(torch.cuda, "CUDAGraph", graph)
+    state.driver = driver
+    return ""
+
+
+def check(driver: CudaDriver, graph_class: Callable[[], Any]) -> None:
+    """Raises DriverError unless a node of a real graph can be switched off and on again."""
+    global state
+    kept, state = state, State(driver)
+    try:
+        count, module = torch.zeros(1, device="cuda"), 1
+        graph = graph_class()
+        with torch.cuda.graph(graph):
+            run_for(module, partial(count.add_, 1))
+        found = []
+        for touched in (frozenset({module}), frozenset(), frozenset({module})):
+            touch(touched)
+            graph.replay()
+            found.append(int(count.item()))
+        if found != [1, 1, 2]:
+            raise DriverError(f"switching a node of a CUDA graph off and on counted {found}, not [1, 1, 2]")
+    finally:
+        state = kept
