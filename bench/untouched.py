@@ -71,11 +71,10 @@ def graph_of(state: str, blocks: list[Block]) -> torch.cuda.CUDAGraph:
     """The graph of one state, as it is replayed from here on."""
     for block in blocks:
         block.layer.routing.adapter_enabled.fill_(int(state == "touched"))
-    graph_nodes.touch(frozenset({1}))
+    graph_nodes.set_touched(frozenset({1, 2}), frozenset({1}))
 
     def lora(layer: cases.Layer) -> None:
         launch = partial(ops.linear, layer.y, layer.x, layer.lora_a, layer.lora_b, layer.routing)
-        # key 1 stays touched
         graph_nodes.run_for(2 if state.endswith("skipped") else 1, launch)
 
     return capture([partial(b.call, partial(lora, b.layer) if state != "no LoRA" else None) for b in blocks])
@@ -120,8 +119,8 @@ def line(label: str, results: list[Result]) -> str:
 
 
 @dataclass(frozen=True)
-class State:
-    """A state as a provider of rows."""
+class Named:
+    """One of STATES, for `rows`."""
 
     name: str
 
@@ -147,7 +146,7 @@ def main() -> int:
             launched, skipped = (r.time.p50 for r in results[2:] if r.time)
             saved.append(launched - skipped)
             config = f"gpt-oss-20b rank={RANK} slots={SLOTS} adapters={args.adapters} layers={LAYERS} bf16"
-            providers = [State(state) for state in STATES]
+            providers = [Named(state) for state in STATES]
             append(args.csv, COLUMNS, rows(name, tokens, config, args.rev, results, providers))
             gc.collect()
             torch.cuda.empty_cache()

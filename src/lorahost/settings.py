@@ -59,7 +59,8 @@ class Settings(BaseSettings):
         "on", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
     )
     skip_untouched: Literal["on", "off"] = Field(
-        "on", description="On a GPU: leave out the launches of modules that no resident adapter has weights for."
+        "off",
+        description="On a GPU, not the default yet: no launches for modules that no resident adapter has weights for.",
     )
     config_dir: Path | None = Field(None, description="Folder of tuned configurations instead of the packaged one.")
     max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")

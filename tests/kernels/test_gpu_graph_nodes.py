@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from bench import cases
 from tests.kernels.test_gpu import LIMIT, SLOTS
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common import naive
 from lorahost_kernels.ops.common.routing import slice_columns
-from lorahost_kernels.vllm_026 import graph_nodes
+from lorahost_kernels.vllm_026 import graph_nodes, pdl_chain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +22,6 @@ pytestmark = [
 CUDA = torch.device("cuda")
 MODULE, OTHER = 1, 2
 BOTH = frozenset({MODULE, OTHER})
-BLOCK = 256
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +64,7 @@ def test_a_linear_layer_comes_and_goes(tokens: int) -> None:
     graph = capture(call)
     for touched in (None, BOTH, frozenset(), BOTH, frozenset({OTHER}), frozenset({MODULE})):
         if touched is not None:
-            graph_nodes.touch(touched)
+            graph_nodes.set_touched(BOTH, touched)
         graph.replay()
         if touched is None or MODULE in touched:
             error = torch.linalg.vector_norm(part.y.double() - want) / torch.linalg.vector_norm(want)
@@ -76,55 +74,45 @@ def test_a_linear_layer_comes_and_goes(tokens: int) -> None:
 
 
 @triton.jit
-def slow_copy(source, out, n, EARLY: tl.constexpr, WAIT: tl.constexpr, SPIN: tl.constexpr, BLOCK: tl.constexpr):
-    """Some programs take much longer than others; EARLY: the next launch may start before anything is stored."""
-    if WAIT:
-        gdc_wait()
-    if EARLY:
-        gdc_launch_dependents()
+def hasty_add(x, out, BLOCK: tl.constexpr):
+    """Reads without waiting for the launch in front of it."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + at, mask=at < n)
-    noise = value * 0
-    for _ in range(SPIN * (1 + (tl.program_id(0) * 7919) % 13)):
-        noise = noise * 1.0000001 + 1e-30 * value
-    tl.store(out + at, value + noise * 0, mask=at < n)
+    tl.store(out + at, tl.load(x + at) + 1)
 
 
-@triton.jit
-def early_add(x, out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gdc_wait()
-    gdc_launch_dependents()
-    tl.store(out + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+class HastyChain(pdl_chain.Chain):
+    """Nothing is switched, and the reader doesn't wait."""
+
+    def launch(self) -> None:
+        grid = (self.programs,)
+        pdl_chain.late_copy[grid](self.source, self.middle, pdl_chain.SPIN, pdl_chain.BLOCK, launch_pdl=True)
+        hasty_add[grid](self.middle, self.out, pdl_chain.BLOCK, launch_pdl=True)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["writer ends", "writer lets the next start"])
-@pytest.mark.parametrize("reader", ["add", "early_add"])
+def test_the_chain_shows_a_reader_that_does_not_wait() -> None:
+    chain = HastyChain(lambda launch: launch())
+    graph = capture(chain.launch)
+    assert any("before they were written" in chain.problem(graph.replay, False) for _ in range(20))
+
+
 @pytest.mark.parametrize("modules", [1, 3])
-def test_what_follows_waits_for_what_was_before(early: bool, reader: str, modules: int) -> None:
+def test_what_follows_waits_for_what_was_before(modules: int) -> None:
     """A node that is off must not let the launch behind it start before the one in front of it has ended."""
-    n = 1 << 20
-    grid = (n // BLOCK,)
-    source, middle, out = (torch.zeros(n, device=CUDA) for _ in range(3))
+
+    def switched(launch: Callable[[], object]) -> None:
+        for i in range(modules):
+            graph_nodes.run_for(MODULE, launch if i == 0 else another)
+
     part = cases.dense_layer(2880, (32,), 32, 16, SLOTS, SLOTS, CUDA, torch.bfloat16)
-
-    def call() -> None:
-        slow_copy[grid](source, middle, n, early, early, 400, BLOCK, launch_pdl=early)
-        for _ in range(modules):
-            graph_nodes.run_for(MODULE, partial(layer.linear, part.y, part.x, part.lora_a, part.lora_b, part.routing))
-        if reader == "add":
-            torch.add(middle, 1, out=out)
-        else:
-            early_add[grid](middle, out, n, BLOCK, launch_pdl=True)
-
-    graph = capture(call)
+    another = partial(layer.linear, part.y, part.x, part.lora_a, part.lora_b, part.routing)
+    chain = pdl_chain.Chain(switched)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.launch()
     for turn in range(200):
-        graph_nodes.touch(frozenset() if turn % 3 else BOTH)
-        source.fill_(float(turn))
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.all(out == turn + 1), turn
+        touched = turn % 3 == 0
+        graph_nodes.set_touched(BOTH, BOTH if touched else frozenset())
+        assert chain.problem(graph.replay, touched) == "", turn
 
 
 def test_one_of_two_ways() -> None:
@@ -140,7 +128,7 @@ def test_one_of_two_ways() -> None:
     graph = capture(call)
     for touched, want in ((None, 4), (frozenset(), 6), (BOTH, 4), (frozenset({OTHER}), 6)):
         if touched is not None:
-            graph_nodes.touch(touched)
+            graph_nodes.set_touched(BOTH, touched)
         graph.replay()
         assert torch.all(out == want), touched
 
@@ -149,15 +137,15 @@ def test_many_graphs_follow_alone() -> None:
     out = torch.zeros(4, device=CUDA)
     graphs = [capture(partial(graph_nodes.run_for, MODULE, partial(out[i].add_, 1))) for i in range(4)]
     out.zero_()
-    graph_nodes.touch(frozenset())
+    graph_nodes.set_touched(BOTH, frozenset())
     graphs[1].replay()
-    graph_nodes.touch(BOTH)
+    graph_nodes.set_touched(BOTH, BOTH)
     for graph in graphs:
         graph.replay()
     assert out.tolist() == [1, 1, 1, 1]
     graphs[2].reset()
     del graphs[2]
-    graph_nodes.touch(frozenset())
+    graph_nodes.set_touched(BOTH, frozenset())
     for graph in graphs:
         graph.replay()
     assert out.tolist() == [1, 1, 1, 1]

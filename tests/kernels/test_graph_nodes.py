@@ -11,6 +11,7 @@ from lorahost_kernels.vllm_026.graph_nodes import DriverError, State, run_either
 from lorahost_kernels.vllm_026.patching import PluginError
 
 ROUTER, QKV = 11, 12
+BOTH = frozenset({ROUTER, QKV})
 
 
 class FakeDriver:
@@ -90,6 +91,7 @@ ALL = ["gemm", "router shrink", "router expand", "topk", "qkv", "with"]
 def test_replays_leave_out_what_no_adapter_touches(driver: FakeDriver) -> None:
     graph = captured(driver)
     assert driver.names == [*ALL, "without"]
+    assert driver.off == set()
     graph.replay()
     assert driver.ran() == ALL, "before any adapter has come, each module may be touched"
     for touched, want in (
@@ -98,28 +100,29 @@ def test_replays_leave_out_what_no_adapter_touches(driver: FakeDriver) -> None:
         ({ROUTER}, ["gemm", "router shrink", "router expand", "topk", "without"]),
         ({ROUTER, QKV}, ALL),
     ):
-        graph_nodes.touch(frozenset(touched))
+        graph_nodes.set_touched(BOTH, frozenset(touched))
         graph.replay()
         assert driver.ran() == want
+        assert graph_nodes.report()["off"] == len(driver.off)
 
 
 def test_only_what_changes_is_switched(driver: FakeDriver) -> None:
     graph = captured(driver)
-    graph_nodes.touch(frozenset({QKV}))
+    graph_nodes.set_touched(BOTH, frozenset({QKV}))
     graph.replay()
     driver.switched.clear()
     graph.replay()
-    graph_nodes.touch(frozenset({QKV, 77}))
+    graph_nodes.set_touched(BOTH | {77}, frozenset({QKV, 77}))
     graph.replay()
     assert driver.switched == []
-    graph_nodes.touch(frozenset({QKV, ROUTER}))
+    graph_nodes.set_touched(BOTH, BOTH)
     graph.replay()
     assert sorted(driver.switched) == [("router expand", True), ("router shrink", True)]
 
 
 def test_a_graph_that_is_instantiated_again_is_switched_again(driver: FakeDriver) -> None:
     graph = captured(driver)
-    graph_nodes.touch(frozenset({QKV}))
+    graph_nodes.set_touched(BOTH, frozenset({QKV}))
     graph.replay()
     graph.instantiate()
     assert "router expand" in driver.ran()
@@ -132,16 +135,33 @@ def test_a_graph_without_such_launches_is_left_alone(driver: FakeDriver) -> None
     graph.capture_begin()
     driver.launch("gemm")
     graph.capture_end()
-    graph_nodes.touch(frozenset())
+    graph_nodes.set_touched(BOTH, frozenset())
     graph.replay()
     assert driver.switched == []
+
+
+def test_modules_of_another_engine_keep_what_is_known_of_them(driver: FakeDriver) -> None:
+    graph_nodes.set_touched(frozenset({ROUTER}), frozenset({ROUTER}))
+    graph_nodes.set_touched(frozenset({QKV}), frozenset())
+    assert (graph_nodes.is_touched(ROUTER), graph_nodes.is_touched(QKV)) == (True, False)
+    assert graph_nodes.is_touched(99), "nobody has said that no adapter touches it"
+
+
+def test_every_node_is_tried_at_the_end_of_a_capture(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(executable: int, node: int, on: bool) -> None:
+        raise DriverError("cuGraphNodeSetEnabled failed with CUDA error 801")
+
+    monkeypatch.setattr(driver, "switch", refuses)
+    with pytest.raises(DriverError, match="801"):
+        captured(driver)
+    assert graph_nodes.state.recording is None
 
 
 def test_outside_graphs_nothing_is_launched_for_an_untouched_module(driver: FakeDriver) -> None:
     layer(driver)
     assert driver.names == ALL
     driver.names.clear()
-    graph_nodes.touch(frozenset({ROUTER}))
+    graph_nodes.set_touched(BOTH, frozenset({ROUTER}))
     layer(driver)
     assert driver.names == ["gemm", "router shrink", "router expand", "topk", "without"]
     assert run_for(QKV, lambda: 5) is None
@@ -149,7 +169,7 @@ def test_outside_graphs_nothing_is_launched_for_an_untouched_module(driver: Fake
 
 
 def test_a_capture_that_nobody_records_has_every_launch(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph_nodes.touch(frozenset())
+    graph_nodes.set_touched(BOTH, frozenset())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layer(driver)
     assert driver.names == ALL
@@ -158,7 +178,7 @@ def test_a_capture_that_nobody_records_has_every_launch(driver: FakeDriver, monk
 def test_everything_is_launched_where_the_driver_cannot_switch(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_nodes, "state", State(None, frozenset()))
+    monkeypatch.setattr(graph_nodes, "state", State(None, BOTH))
     layer(driver)
     assert driver.names == ALL
 
@@ -168,7 +188,7 @@ def test_first_node_of_a_graph(driver: FakeDriver) -> None:
     graph.capture_begin()
     run_for(ROUTER, lambda: driver.launch("router"))
     graph.capture_end()
-    graph_nodes.touch(frozenset())
+    graph_nodes.set_touched(BOTH, frozenset())
     graph.replay()
     assert driver.ran() == []
 
@@ -178,7 +198,7 @@ def test_a_fork_is_refused(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) 
     graph.capture_begin()
     driver.launch("gemm")
     monkeypatch.setattr(driver, "nodes_before", lambda node: [node - 1, node - 2] if node > 2 else [])
-    with pytest.raises(DriverError, match=r"no chain in a CUDA graph: 2 nodes .* LORAHOST_SKIP_UNTOUCHED=off"):
+    with pytest.raises(DriverError, match=r"no chain in a CUDA graph: 2 nodes .* LORAHOST_SKIP_UNTOUCHED=on"):
         run_for(QKV, lambda: [driver.launch(name) for name in "abc"])
     graph.capture_end()
     assert graph_nodes.state.recording is None
@@ -191,9 +211,9 @@ class TestStart:
     def clean(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graph_nodes, "state", State())
         monkeypatch.setattr(install, "kernels", {})
-        monkeypatch.setattr(install, "operations", {})
-        monkeypatch.setattr(graph_nodes, "patch", lambda *_: None)
-        monkeypatch.delenv("LORAHOST_SKIP_UNTOUCHED", raising=False)
+        monkeypatch.setattr(install, "operations", {"shrink": "triton", "expand": "triton"})
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "on")
 
     def test_missing_library(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         def missing(name: str) -> None:
@@ -229,14 +249,25 @@ class TestStart:
         found = install.kernels["untouched_modules"]
         assert (found["path"], found["fallback"]) == ("skipped", False)
         assert isinstance(graph_nodes.state.driver, FakeDriver)
+        assert issubclass(torch.cuda.CUDAGraph, FakeGraph)
+        made = torch.cuda.CUDAGraph
+        install.skip_untouched()
+        assert torch.cuda.CUDAGraph is made, "a second engine switches the same graphs"
 
-    def test_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "off")
+    def test_nothing_is_switched_without_our_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(install, "operations", {"shrink": "stock", "expand": "stock"})
         monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
         install.skip_untouched()
-        assert install.kernels["untouched_modules"] == {
-            "path": "launched", "reason": "LORAHOST_SKIP_UNTOUCHED=off", "fallback": False,
-        }  # fmt: skip
+        assert install.kernels == {}
+
+    @pytest.mark.parametrize("value", ["off", None])
+    def test_off_is_the_default(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+        monkeypatch.delenv("LORAHOST_SKIP_UNTOUCHED")
+        if value:
+            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
+        monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
+        install.skip_untouched()
+        assert install.kernels == {}
 
     def test_misspelt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "no")

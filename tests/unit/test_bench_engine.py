@@ -171,7 +171,8 @@ from importlib import metadata
 from pathlib import Path
 from lorahost.bench import environment
 from lorahost.bench.point import Point
-environment.prepare(Point(sys.argv[1], kernels=sys.argv[2]), Path(sys.argv[3]))
+extra = {"LORAHOST_SKIP_UNTOUCHED": "on"}
+environment.prepare(Point(sys.argv[1], kernels=sys.argv[2], extra=extra), Path(sys.argv[3]))
 names = os.environ["VLLM_PLUGINS"].split(",")
 points = [p for p in metadata.entry_points(group="vllm.general_plugins") if p.name in names]
 loaded = {p.name: p.load().__module__ for p in points}
@@ -201,6 +202,7 @@ def test_a_path_decides_on_plugins_kernels_and_configurations(
     assert found["count"] == len(plugins)
     assert found["plugins"][environment.WEIGHTS] == "lorahost.bench.vllm_026.weights"
     assert found["env"]["LORAHOST_KERNELS"] == on
+    assert found["env"]["LORAHOST_SKIP_UNTOUCHED"] == "on"
     # a process that the engine starts finds them in the same place
     assert str(tmp_path / "plugins") in found["env"]["PYTHONPATH"].split(os.pathsep)
     if path == "ours-tuned":
@@ -299,6 +301,10 @@ def test_the_server_gets_the_same_engine_arguments() -> None:
     assert own["enable_prefix_caching"] is False
     assert server["SM_VLLM_NO_ENABLE_PREFIX_CACHING"] == server["SM_VLLM_ENFORCE_EAGER"] == "true"
     assert server["SM_VLLM_LORA_TARGET_MODULES"] == '["q_proj"]'
+    switched = Point("ours", extra={"LORAHOST_SKIP_UNTOUCHED": "on", "enforce_eager": True})
+    assert http_server.server_environment(switched, Path("/m"), 1, Path("/w"))["LORAHOST_SKIP_UNTOUCHED"] == "on"
+    assert not [name for name in engine_arguments(switched, Path("/m")) if name.startswith("LORAHOST_")]
+    assert "LORAHOST_SKIP_UNTOUCHED" in str(switched.row()["extra"]), "two engines must differ in their rows"
     with pytest.raises(ValueError, match="extra async_scheduling: false"):
         http_server.server_environment(Point("ours", extra={"async_scheduling": False}), Path("/m"), 1, Path("/w"))
     assert "SM_VLLM_MAX_LORAS" not in http_server.server_environment(Point("base"), Path("/m"), 1, Path("/w"))

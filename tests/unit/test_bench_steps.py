@@ -205,6 +205,9 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
         ("ttft", []),
         ("benchmark_point", []),
         ("backends", []),
+        ("one_request", []),
+        ("experts_alone", []),
+        ("dense", []),
     ],
 )
 def test_the_pages_tables_are_those_of_the_rows(

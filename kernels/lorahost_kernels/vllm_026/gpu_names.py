@@ -22,6 +22,7 @@ GPU_NAMES: dict[str, str | None] = {
         "op_name op_func mutates_args fake_impl target_lib dispatch_key tags"
     ),
     "vllm.lora.model_manager:LoRAModelManager.activate_adapter": "self lora_id",
+    "vllm.lora.model_manager:LoRAModelManager._deactivate_adapter": "self lora_id",
     "vllm.lora.model_manager:LoRAModelManager._get_lora_layer_weights": "self lora_model module_name",
     "vllm.lora.model_manager:LoRAModelManager.lora_slots": None,
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": None,

@@ -29,7 +29,7 @@ from lorahost_kernels.vllm_026.gpu_metadata import (
     slots_of,
     staging_size,
 )
-from lorahost_kernels.vllm_026.install import choose_paths, skip_untouched
+from lorahost_kernels.vllm_026.install import choose_paths
 from lorahost_kernels.vllm_026.patching import patch
 
 WRAPPER = f"{__name__}.GpuPunicaWrapper"
@@ -111,7 +111,6 @@ class GpuPunicaWrapper(PunicaWrapperGPU):
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         paths = choose_paths(device, self.lora_config.lora_dtype)
         self.moe_path, self.dense_path = paths.moe, paths.dense
-        skip_untouched()
         self._all_enabled = torch.ones(self.max_loras + 1, dtype=torch.int32, device=device)
         self._max_tokens = max_num_batched_tokens
         size = dense_lists.buffer_size(max_num_batched_tokens, self.max_loras)

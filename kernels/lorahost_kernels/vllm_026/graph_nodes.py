@@ -1,27 +1,28 @@
 """Launches that are left out while no resident adapter needs them, in CUDA graphs, too.
 
-A graph is captured before there is any adapter, so it has the launches of every module. The nodes of such launches are
-noted while a graph is captured, and switched off and on in the graph that is replayed (`cuGraphNodeSetEnabled`): a node
-that is off costs next to nothing, where a kernel that ends at once costs 1 to 4 us (`python -m bench.untouched`).
+A graph is captured before the adapters come, so it has the launches of every module. The nodes of such launches are
+noted while a graph is captured, and switched off and on in the graph that is replayed (`cuGraphNodeSetEnabled`), which
+costs less than kernels that end at once (`python -m bench.untouched`).
+
+Launches may be chained by programmatic dependent launch, and what such an edge means behind a node that is off is not
+in the driver's documentation: the next launch must wait for the end of the last one that is on. `check` tries it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from lorahost_kernels.vllm_026.patching import patch
-
-log = logging.getLogger("vllm.lorahost")
 T = TypeVar("T")
 
 CAPTURE_ACTIVE = 1
+CHECKS = 40  # replays
 MOST_NODES = 64  # of one module's launches
 
 
@@ -90,28 +91,28 @@ Key = tuple[int, bool]
 
 @dataclass
 class State:
-    """Of this process: which modules adapters touch, and the nodes of the graph that is being captured.
+    """Of this process: modules that no adapter touches, and the nodes of the graph that is being captured.
 
-    touched: keys of modules; None until an adapter has come, which may then touch any.
+    untouched: keys of modules; one that nothing was said about may be touched.
     recording: nodes by module, and whether they run where it is touched or where it is not.
     """
 
     driver: GraphDriver | None = None
-    touched: frozenset[int] | None = None
+    untouched: frozenset[int] = frozenset()
     recording: dict[Key, list[int]] | None = None
 
 
 state = State()
 
 
-def touch(modules: frozenset[int]) -> None:
-    """From here on the resident adapters have weights for these modules, and for no others."""
-    state.touched = modules
+def set_touched(modules: frozenset[int], touched: frozenset[int]) -> None:
+    """Of `modules` the resident adapters have weights for those that are `touched`, from here on."""
+    state.untouched = (state.untouched - modules) | (modules - touched)
 
 
 def is_touched(module: int) -> bool:
     """Whether a resident adapter may have weights for the module."""
-    return state.touched is None or module in state.touched
+    return module not in state.untouched
 
 
 def run_for(module: int, launch: Callable[[], T]) -> T | None:
@@ -120,7 +121,7 @@ def run_for(module: int, launch: Callable[[], T]) -> T | None:
     While a graph is captured it is always called, and replays leave its kernels out.
 
     Args:
-        module: Key of a module, as in `touch`.
+        module: Key of a module, as in `set_touched`.
         launch: Launches kernels on the current stream that change nothing that other kernels read, unless an adapter
             touches the module.
     """
@@ -162,7 +163,7 @@ def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int
         if len(last) != 1 or len(nodes) == MOST_NODES:
             raise DriverError(
                 f"a module's launches are no chain in a CUDA graph: {len(last)} nodes in one place after {len(nodes)}; "
-                "LORAHOST_SKIP_UNTOUCHED=off does without"
+                "without LORAHOST_SKIP_UNTOUCHED=on they are always launched"
             )
         nodes += last
         last = driver.nodes_before(last[0])
@@ -175,6 +176,8 @@ class Switches:
     def __init__(self, nodes: dict[Key, list[int]]) -> None:
         self._nodes = nodes
         self.forget()
+        if nodes:
+            _all.add(self)
 
     def forget(self) -> None:
         """The graph was instantiated again: everything is on."""
@@ -183,7 +186,7 @@ class Switches:
 
     def follow(self, executable: Callable[[], int]) -> None:
         """Switches what has changed since the last time; executable: gives the instantiated graph's handle."""
-        if state.touched is self._seen or state.driver is None:
+        if state.untouched is self._seen or state.driver is None:
             return
         for key, nodes in self._nodes.items():
             module, wanted = key
@@ -192,7 +195,28 @@ class Switches:
                 for node in nodes:
                     state.driver.switch(executable(), node, not off)
                 (self._off.add if off else self._off.discard)(key)
-        self._seen = state.touched
+        self._seen = state.untouched
+
+    def counts(self) -> tuple[int, int]:
+        """(noted nodes, those that are off)."""
+        return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._off)
+
+    def rehearse(self, executable: Callable[[], int]) -> None:
+        """Switches every node off and on, so that one that can't be is met before there are requests."""
+        if state.driver is None:
+            return
+        for node in itertools.chain(*self._nodes.values()):
+            for on in (False, True):
+                state.driver.switch(executable(), node, on)
+
+
+_all: weakref.WeakSet[Switches] = weakref.WeakSet()
+
+
+def report() -> dict[str, int]:
+    """How many graphs have noted nodes, how many nodes, and how many of them were off at their graph's last replay."""
+    counts = [switches.counts() for switches in _all]
+    return {"graphs": len(counts), "nodes": sum(c[0] for c in counts), "off": sum(c[1] for c in counts)}
 
 
 def switched(base: Any) -> Any:
@@ -214,6 +238,7 @@ def switched(base: Any) -> Any:
             super().capture_end()
             self._switches = Switches(nodes or {})
             self.instantiate()
+            self._switches.rehearse(self.raw_cuda_graph_exec)
 
         def instantiate(self) -> None:
             super().instantiate()
@@ -227,35 +252,41 @@ def switched(base: Any) -> Any:
 
 
 def start() -> str:
-    """Makes every CUDA graph of this process from here on a switched one; "" or why that can't be."""
+    """Makes every CUDA graph of this process from here on a switched one; "" or why that can't be.
+
+    Not while memory comes from another pool than torch's own: it captures a graph.
+    """
     if state.driver is not None:
         return ""
     try:
         driver = CudaDriver()
         graph = switched(torch.cuda.CUDAGraph)
         check(driver, graph)
-    except (DriverError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, launches for nothing are right, too
         return f"{type(error).__name__}: {error}"
-    patch(torch.cuda, "CUDAGraph", graph)
+    torch.cuda.CUDAGraph = graph  # type: ignore[misc]
     state.driver = driver
     return ""
 
 
-def check(driver: CudaDriver, graph_class: Callable[[], Any]) -> None:
-    """Raises DriverError unless a node of a real graph can be switched off and on again."""
+def check(driver: GraphDriver, graph_class: Callable[[], Any]) -> None:
+    """Raises DriverError unless a graph's nodes can be left out, and what follows them waits for what was before."""
     global state
-    kept, state = state, State(driver)
+    # needs Triton, which an engine on the CPU may lack
+    from lorahost_kernels.vllm_026 import pdl_chain
+
+    kept, stream = state, torch.cuda.current_stream()
+    state = State(driver)
     try:
-        count, module = torch.zeros(1, device="cuda"), 1
+        chain = pdl_chain.Chain(lambda launch: run_for(1, launch))
         graph = graph_class()
         with torch.cuda.graph(graph):
-            run_for(module, partial(count.add_, 1))
-        found = []
-        for touched in (frozenset({module}), frozenset(), frozenset({module})):
-            touch(touched)
-            graph.replay()
-            found.append(int(count.item()))
-        if found != [1, 1, 2]:
-            raise DriverError(f"switching a node of a CUDA graph off and on counted {found}, not [1, 1, 2]")
+            chain.launch()
+        for turn in range(CHECKS):
+            touched = turn % 4 == 3
+            set_touched(frozenset({1}), frozenset({1} if touched else ()))
+            if problem := chain.problem(graph.replay, touched):
+                raise DriverError(problem)
     finally:
+        torch.cuda.set_stream(stream)
         state = kept

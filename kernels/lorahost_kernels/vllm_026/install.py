@@ -43,7 +43,7 @@ def install() -> None:
             f"install vllm=={VLLM_VERSION}, or leave the plugin out with VLLM_PLUGINS="
         )
     check_signatures(cpu=current_platform.is_cpu())
-    wanted = on_or_off("LORAHOST_KERNELS")
+    wanted = on_or_off("LORAHOST_KERNELS", "on")
     register_common()
     if current_platform.is_cpu():
         register_cpu()
@@ -82,9 +82,9 @@ def register_cpu() -> None:
         record(name, "torch", "the engine runs on the CPU")
 
 
-def on_or_off(name: str) -> bool:
-    """The environment's variable, on where it isn't set. Raises PluginError for a value that is neither on nor off."""
-    value = os.environ.get(name, "on")
+def on_or_off(name: str, default: str) -> bool:
+    """Whether the environment's variable is on. Raises PluginError for a value that is neither on nor off."""
+    value = os.environ.get(name, default)
     if value not in ("on", "off"):
         raise PluginError(f"{name}={value!r} must be on or off")
     return value == "on"
@@ -142,20 +142,23 @@ def choose_paths(device: Any, dtype: Any) -> Paths:
 
 
 def skip_untouched() -> None:
-    """Leaves out launches of modules that no resident adapter touches; the reason is recorded where that can't be.
+    """With LORAHOST_SKIP_UNTOUCHED=on leaves out launches of modules that no resident adapter touches.
+
+    Call it before CUDA graphs are captured. Where the driver can't, the reason is recorded and everything is launched.
 
     Raises:
         PluginError: LORAHOST_SKIP_UNTOUCHED is neither on nor off.
     """
     from lorahost_kernels.vllm_026 import graph_nodes
 
-    if not on_or_off("LORAHOST_SKIP_UNTOUCHED"):
-        record("untouched_modules", "launched", "LORAHOST_SKIP_UNTOUCHED=off")
-    elif problem := graph_nodes.start():
+    if not on_or_off("LORAHOST_SKIP_UNTOUCHED", "off") or "triton" not in operations.values():
+        return
+    if problem := graph_nodes.start():
         log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
         record("untouched_modules", "launched", problem, fallback=True)
     else:
         record("untouched_modules", "skipped", "the driver switches nodes of CUDA graphs")
+    log_operations()
 
 
 def record(name: str, path: str, reason: str, fallback: bool = False, **more: Any) -> None:

@@ -20,6 +20,7 @@ from lorahost_kernels.vllm_026.patching import original, patch
 _flags: dict[int, torch.Tensor] = {}
 TABLE = "_lorahost_module_flags"
 TOUCHED = "_lorahost_touched"
+MOE_BUFFERS = ("w13_lora_a_stacked", "w2_lora_a_stacked")
 
 
 def apply_patches() -> None:
@@ -38,14 +39,14 @@ def activate_adapter(self: Any, lora_id: int) -> bool:
     entered: bool = original(LoRAModelManager, "activate_adapter")(self, lora_id)
     if entered:
         mark(self, lora_id)
-        touch(self, lora_id)
+        follow_slots(self, lora_id)
     return entered
 
 
 def deactivate_adapter(self: Any, lora_id: int) -> None:
     """See `LoRAModelManager._deactivate_adapter`."""
     original(LoRAModelManager, "_deactivate_adapter")(self, lora_id)
-    touch(self)
+    follow_slots(self)
 
 
 # vLLM activates some adapters in inference mode and some outside; a tensor made inside can't be written outside
@@ -67,7 +68,7 @@ def mark(manager: Any, lora_id: int) -> None:
     table[:, manager.lora_index_to_id.index(lora_id)] = torch.tensor(touched, dtype=torch.int32, device=table.device)
 
 
-def touch(manager: Any, entered: int | None = None) -> None:
+def follow_slots(manager: Any, entered: int | None = None) -> None:
     """Tells `graph_nodes` which modules the adapters in the manager's slots touch; entered: id of a new one."""
     found: dict[int, frozenset[int]] = vars(manager).setdefault(TOUCHED, {})
     if entered is not None:
@@ -76,13 +77,18 @@ def touch(manager: Any, entered: int | None = None) -> None:
         found[entered] = frozenset(key for module in modules for key in keys_of(module))
     for gone in found.keys() - set(manager.lora_index_to_id):
         del found[gone]
-    graph_nodes.touch(frozenset().union(*found.values()))
+    always = [key for module in manager.modules.values() if serves_other_ranks(module) for key in keys_of(module)]
+    known = frozenset(key for module in manager.modules.values() for key in keys_of(module))
+    graph_nodes.set_touched(known, frozenset(always).union(*found.values()))
 
 
 def keys_of(module: Any) -> list[int]:
-    """What `graph_nodes.run_for` knows the module's products by: the address of each one's first lora_a buffer."""
-    if isinstance(module, BaseLinearLayerWithLoRA):
-        return [module.lora_a_stacked[0].data_ptr()]
-    if hasattr(module, "w13_lora_a_stacked"):
-        return [module.w13_lora_a_stacked[0].data_ptr(), module.w2_lora_a_stacked[0].data_ptr()]
-    return []
+    """What `graph_nodes.run_for` may know the module's products by: the addresses of its lora_a buffers."""
+    names = ("lora_a_stacked",) if isinstance(module, BaseLinearLayerWithLoRA) else MOE_BUFFERS
+    return [a.data_ptr() for name in names for a in getattr(module, name, ())]
+
+
+def serves_other_ranks(module: Any) -> bool:
+    """Whether rows of other ranks' requests, with these ranks' slots, come to the module."""
+    experts = getattr(module, "moe_config", None)
+    return experts is not None and experts.dp_size > 1

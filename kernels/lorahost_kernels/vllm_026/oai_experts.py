@@ -146,7 +146,8 @@ def add_gate_up(
     plain = partial(experts.activation, activation, out, y)
     key = a[0].data_ptr()
     if lora is not None and fused and len(a) == 1 and activation == MoEActivation.SWIGLUOAI:
-        alpha, limit = swiglu_limits(experts.quant_config).values()
+        limits = swiglu_limits(experts.quant_config)
+        alpha, limit = limits["swiglu_alpha"], limits["swiglu_limit"]
         graph_nodes.run_either(key, partial(layer.gate_up_swiglu, out, y, x, a[0], b[0], lora, alpha, limit), plain)
         return
     if lora is not None:

@@ -20,13 +20,14 @@ from lorahost_kernels.configs import expand_config, next_pow2, shrink_config, wo
 from lorahost_kernels.ops.common.defaults import programs_of
 from lorahost_kernels.ops.expert_order.launch import count_tiles
 from lorahost_kernels.tuned import start as tuned
+from lorahost_kernels.vllm_026 import install
 from lorahost_kernels.vllm_026.patching import original, patch
 
 log = logging.getLogger("vllm.lorahost")
 
 
 def apply_patches() -> None:
-    """Loads tuned configurations, and adds our sizes to vLLM's own warm-up; both come before CUDA graphs."""
+    """Loads tuned configurations, and adds our sizes to vLLM's own warm-up, all before CUDA graphs are captured."""
     patch(gpu_worker, "kernel_warmup", kernel_warmup)
 
 
@@ -36,6 +37,7 @@ def kernel_warmup(worker: Any) -> None:
     runner = worker.model_runner
     if runner.lora_config is None:
         return
+    install.skip_untouched()
     config = worker.model_config.hf_text_config
     modules = runner.lora_manager._adapter_manager.modules.values()
     tuned.start(

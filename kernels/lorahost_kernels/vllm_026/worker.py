@@ -8,7 +8,7 @@ import vllm
 
 import lorahost_kernels
 from lorahost_kernels.tuned import active
-from lorahost_kernels.vllm_026 import install, modules, patching
+from lorahost_kernels.vllm_026 import graph_nodes, install, modules, patching
 from lorahost_kernels.vllm_026.loading import AdapterPreparer, preparer_of
 
 
@@ -23,7 +23,7 @@ class WorkerExtension:
 
         `active` is False when vLLM did not call the plugin here; the server must not start then. `kernels` has the
         path of each LoRA operation with its reason, and with the self-check's error where it has run; `tuned` says
-        where the operations' tiles come from.
+        where the operations' tiles come from, `graph_nodes` how many launches of CUDA graphs are left out.
         """
         return {
             "active": install.is_installed(),
@@ -34,6 +34,7 @@ class WorkerExtension:
             "operations": dict(install.operations),
             "kernels": {name: dict(found) for name, found in install.kernels.items()},
             "tuned": active.report(),
+            "graph_nodes": graph_nodes.report(),
         }
 
     def lorahost_wrapped_modules(self) -> list[str]:

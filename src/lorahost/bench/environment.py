@@ -30,6 +30,7 @@ def prepare(point: Point, work: Path) -> None:
     names = [WEIGHTS] if point.path in ("base", "stock") and point.via == "engine" else [WEIGHTS, "lorahost"]
     os.environ["VLLM_PLUGINS"] = ",".join(names)
     os.environ["LORAHOST_KERNELS"] = "on" if point.uses_kernels else "off"
+    os.environ.update(point.variables)
     os.environ[WEIGHTS_VARIABLE] = point.weights
     if point.path != "ours-tuned":
         empty = work / "no-configs"

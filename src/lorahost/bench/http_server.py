@@ -74,8 +74,9 @@ def server_environment(point: Point, model: Path, port: int, home: Path) -> dict
         "LORAHOST_BASE_NAME": BASE,
         "LORAHOST_WORK_DIR": str(home),
         "LORAHOST_LORA": "true" if point.lora else "false",
+        **point.variables,
     }
-    for name, value in {**flags, **point.extra}.items():
+    for name, value in {**flags, **point.engine_extra}.items():
         if value is False:
             raise ValueError(f"extra {name}: false can't be said to the server; give the flag that means it")
         text = "true" if value is True else value if isinstance(value, str) else json.dumps(value, default=str)

@@ -127,6 +127,16 @@ class Point:
             config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": self.accept}
         return config
 
+    @property
+    def engine_extra(self) -> dict[str, Any]:
+        """`extra` without the environment's variables: engine arguments."""
+        return {name: value for name, value in self.extra.items() if name not in self.variables}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What `extra` says of LORAHOST_* variables, which the engine finds in its environment."""
+        return {name: str(value) for name, value in self.extra.items() if name.startswith("LORAHOST_")}
+
     def row(self) -> dict[str, object]:
         """The columns that the step knows before it runs."""
         return {
@@ -181,7 +191,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--benchmark", default="retention", help="name in the rows")
     add("--commit", default="", help="what is measured, where there is no checkout")
-    add("--extra", type=json.loads, default={}, metavar="JSON", help="engine arguments, as vLLM names them")
+    add("--extra", type=json.loads, default={}, metavar="JSON", help="engine arguments, as vLLM names them, and LORAHOST_* variables")
     add("--out", type=Path, default=Path("bench/results/retention.csv"), help="CSV file that gets the rows")
     add("--work", type=Path, default=None, help="folder for the model and the adapters, kept for the next step")
 

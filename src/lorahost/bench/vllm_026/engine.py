@@ -58,7 +58,7 @@ def engine_arguments(point: Point, model: Path) -> dict[str, Any]:
         }
     if speculative := point.speculative_config():
         arguments["speculative_config"] = speculative
-    return {**arguments, **point.extra}
+    return {**arguments, **point.engine_extra}
 
 
 class Engine:

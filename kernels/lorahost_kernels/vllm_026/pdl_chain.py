@@ -1,0 +1,78 @@
+"""Launches that show whether one of them starts too early, where nodes of a CUDA graph between them are off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = 256
+SPIN = 4000  # steps of the slowest programs: tens of microseconds
+
+
+@triton.jit
+def late_copy(source, out, SPIN: tl.constexpr, BLOCK: tl.constexpr):
+    """Lets the next launch start, and stores much later; one program a multiprocessor, so that all have started."""
+    gdc_wait()
+    gdc_launch_dependents()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + at)
+    noise = value * 0
+    for _ in range(SPIN * (1 + tl.program_id(0) % 4)):
+        noise = noise * 1.0000001 + 1e-30 * value
+    tl.store(out + at, value + noise * 0)
+
+
+@triton.jit
+def count_up(count):
+    """Stands for a module's launch."""
+    gdc_wait()
+    gdc_launch_dependents()
+    tl.store(count, tl.load(count) + 1)
+
+
+class Chain:
+    """`late_copy`, two launches in the hands of `switched`, and a reader that is launched as base kernels are.
+
+    Args:
+        switched: Takes the function that makes the two launches.
+    """
+
+    def __init__(self, switched: Callable[[Callable[[], object]], object]) -> None:
+        self._switched = switched
+        self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        self.source, self.middle, self.out = (torch.zeros(self.programs * BLOCK, device="cuda") for _ in range(3))
+        self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
+        self._turn, self._counted = 0, 0
+        self.launch()
+        torch.cuda.synchronize()
+        self.count.zero_()
+
+    def launch(self) -> None:
+        """All launches of the chain."""
+        late_copy[(self.programs,)](self.source, self.middle, SPIN, BLOCK, launch_pdl=True)
+        self._switched(self._module)
+        torch.add(self.middle, 1, out=self.out)
+
+    def _module(self) -> None:
+        for _ in range(2):
+            count_up[(1,)](self.count, launch_pdl=True)
+
+    def problem(self, replay: Callable[[], object], touched: bool) -> str:
+        """What is wrong with a replay of the captured chain; "" if nothing is. touched: the two launches should run."""
+        self._turn += 1
+        self._counted += 2 * touched
+        self.source.fill_(float(self._turn))
+        torch.cuda.synchronize()
+        replay()
+        torch.cuda.synchronize()
+        if (early := int((self.out != self._turn + 1).sum())) > 0:
+            return (
+                f"{early} of {self.out.numel()} numbers were read before they were written, behind nodes that are off"
+            )
+        if int(self.count.item()) != self._counted:
+            return f"switched launches ran {self.count.item()} times, not {self._counted}"
+        return ""
