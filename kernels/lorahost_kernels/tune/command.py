@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -102,6 +103,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, metavar="FILE", help="the file (tuned_configs/GPU/MODEL.json)")
     p.add_argument("--state", type=Path, metavar="FILE", help="what a stopped run had done (FILE.state)")
     p.add_argument("--jobs", type=count(0, 256), help="compiling processes (cores - 2, 14 at most; 0: none)")
+    p.add_argument("--from-scratch", action="store_true", help="begin from the defaults, not from what is in use here")
     p.add_argument("--rev", help="git revision for the file where there is no checkout")
     p.add_argument("--dry-run", action="store_true", help="print the plan and its size; needs no GPU")
     return p
@@ -150,7 +152,7 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
         from lorahost_kernels.tune import gpu
     except ImportError as error:
         raise RefusedError(f"tuning needs torch and Triton: {error}") from None
-    from lorahost_kernels.tune import estimate, plan
+    from lorahost_kernels.tune import estimate, plan, shipped
     from lorahost_kernels.tune.run import Tuner
 
     device, output = prepare(args, shape)
@@ -159,7 +161,7 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
     compiler = compiling.Compiler(compiling.default_jobs() if args.jobs is None else args.jobs, device.capability)
     lab = gpu.Lab(shape, device, compiler, say, state.banned)
     tuner = Tuner(lambda place: plan.spaces(shape, place, device.shared, device.programs), time.monotonic, say)
-    for result in output.known:
+    for result in (*([] if args.from_scratch else shipped.starts(device.name, shape, os.environ, say)), *output.known):
         tuner.learn(result)
     for result in state.results:
         tuner.resume(result)

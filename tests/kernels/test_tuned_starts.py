@@ -1,0 +1,95 @@
+"""Where a run of the tuner begins: from the files in use, the most similar model's points last."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.kernels.tuned_simulated import Clock, Simulated, spaces_of, tuner
+
+from lorahost_kernels.tune import plan, shipped, writer
+from lorahost_kernels.tune.known import Known, choice_of
+from lorahost_kernels.tune.plan import Place
+from lorahost_kernels.tune.space import groupings
+from lorahost_kernels.tuned.load import folder
+from lorahost_kernels.tuned.schema import read
+from lorahost_kernels.tuned.shape import KNOWN
+
+GPU = "NVIDIA H200"
+QWEN = KNOWN["qwen3-32b"]
+SHIPPED = Path(__file__).parents[2] / "tuned_configs"
+
+
+def test_the_shipped_rows_of_the_model_come_last() -> None:
+    found = shipped.starts(GPU, QWEN, {}, pytest.fail)
+    own = writer.results_of(read(SHIPPED / "NVIDIA_H200" / "qwen3-32b.json"))
+    assert len(found) > len(own)
+    assert found[-len(own) :] == own
+
+
+def test_similar_models_come_after_others(tmp_path: Path) -> None:
+    text = json.loads((SHIPPED / "NVIDIA_H200" / "gpt-oss-20b.json").read_text())
+    where = tmp_path / "NVIDIA_H200"
+    where.mkdir()
+    # the name of a file says nothing
+    for name, model in (("a", "gpt-oss-20b"), ("b", "qwen3-30b-a3b")):
+        (where / f"{name}.json").write_text((SHIPPED / "NVIDIA_H200" / f"{model}.json").read_text())
+    large = KNOWN["gpt-oss-120b"]
+    counts = {m: len(writer.results_of(read(where / f"{f}.json"))) for f, m in (("a", "gpt"), ("b", "qwen"))}
+    found = shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)
+    assert len(found) == sum(counts.values())
+    assert found[-counts["gpt"] :] == writer.results_of(read(where / "a.json"))
+    assert shipped.starts("NVIDIA H100", large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail) == []
+    text["gpu"] = "NVIDIA H100"
+    (where / "a.json").write_text(json.dumps(text))
+    assert len(shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)) == counts["qwen"]
+
+
+def test_a_broken_file_is_said_and_left_out(tmp_path: Path) -> None:
+    where = tmp_path / "NVIDIA_H200"
+    where.mkdir()
+    (where / "x.json").write_text('{"format": 2}')
+    said: list[str] = []
+    assert shipped.starts(GPU, QWEN, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, said.append) == []
+    assert len(said) == 1
+    assert said[0].startswith("no start from x.json: ")
+
+
+def test_nothing_is_in_use_where_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped.load, "folder", lambda environ: None)
+    assert folder({}) is not None
+    assert shipped.starts(GPU, QWEN, {}, pytest.fail) == []
+
+
+def test_a_start_is_timed_at_its_point_and_beats_a_worse_one() -> None:
+    """What another run found is where this one begins, and the last that was learned for a point counts."""
+    clock, place = Clock(), Place("moe", 16)
+    found, _ = tuner(clock)[0].tune_place(place, Simulated(place, spaces_of(place), clock), 1e9)
+    assert found is not None
+    first = next(iter(found.rows))
+    worse = replace(
+        found,
+        rows={**found.rows, first: replace(found.rows[first], config=replace(found.rows[first].config, num_warps=8))},
+    )
+    second, bench = tuner(clock)[0], Simulated(place, spaces_of(place), clock)
+    for result in (worse, found):
+        second.learn(result)
+    # no time for more than what it begins with
+    again, _ = second.tune_place(place, bench, clock())
+    assert again is not None
+    assert choice_of(again) == choice_of(found)
+
+
+@pytest.mark.parametrize("model", KNOWN)
+def test_any_models_tiles_are_a_start_for_any_other(model: str) -> None:
+    """What runs there has neighbours; what can't run there is left out."""
+    shape, known, used = KNOWN[model], Known(), 0
+    for result in shipped.starts(GPU, shape, {}, pytest.fail):
+        known.learn(result)
+    for place in plan.places(shape, [1, 64, 2048], plan.families_of(shape), [8], [16, 32]):
+        for name, space in plan.spaces(shape, place, 227 * 1024, 132).items():
+            for way in groupings(space.pairs, space.groups, place.rank):
+                for pair in known.near(place, (name, way), space, 2):
+                    used += 1
+                    assert all(space.allowed(other) for _, other in space.neighbours(pair))
+    assert used > 10
