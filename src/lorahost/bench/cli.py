@@ -114,7 +114,7 @@ def _point(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--alternations", default=3, show_default=True, help="How often all are measured in turn."),
         click.option("--spec", type=click.Choice(["none", "ngram", "synthetic"]), default="none", show_default=True),
         click.option("--moe-backend", default="auto", show_default=True),
-        click.option("--extra", default="{}", help="JSON object of engine arguments and LORAHOST_* variables, for all."),
+        click.option("--extra", default="{}", help="JSON object of engine arguments and LORAHOST_* variables."),
         click.option("--commit", default="", help="What is measured, where there is no checkout."),
         click.option("--max-steps", default=0, help="Stop after so many engine starts; run again to go on."),
         click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keeps models and adapters."),

@@ -191,7 +191,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--benchmark", default="retention", help="name in the rows")
     add("--commit", default="", help="what is measured, where there is no checkout")
-    add("--extra", type=json.loads, default={}, metavar="JSON", help="vLLM's engine arguments, and LORAHOST_* variables")
+    add("--extra", type=json.loads, default={}, metavar="JSON", help="engine arguments and LORAHOST_* variables")
     add("--out", type=Path, default=Path("bench/results/retention.csv"), help="CSV file that gets the rows")
     add("--work", type=Path, default=None, help="folder for the model and the adapters, kept for the next step")
 
