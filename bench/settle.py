@@ -1,6 +1,6 @@
 """Brings a tuned file in line with what another process measured: a row that does not hold there is not kept.
 
-python -m bench.settle FILE ROWS.csv [--other OTHER]
+python -m bench.settle FILE ROWS.csv [--other OTHER] [--rev REV]
 
 ROWS.csv is of `bench.tuned`, in a process that did not tune. Without --other it held FILE against the defaults: a point
 that was slower beyond the noise gets the defaults. With --other it held OTHER against FILE (`--against`): one that was
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.tuned import AGAINST
 from lorahost_kernels.configs import PROGRAMS
 from lorahost_kernels.tune import plan
 from lorahost_kernels.tune.plan import Place
@@ -59,15 +60,19 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
     """Changes `content` as the module says; a line for each point that was changed.
 
     Raises:
-        ValueError: a point that should get the defaults can't; nothing was written then.
+        ValueError: rows of something else than is asked for, or a point that should get the defaults and can't.
     """
-    changed = []
+    changed, seen = [], set[Place]()
     for row in rows:
         where = Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
         first, second, noise = (float(row[name]) for name in ("default_us", "tuned_us", "noise"))
         index = index_of(content, where)
         if row["model"] != content["model"] or index is None:
             continue
+        check(row, where, content["gpu"], other is not None)
+        if where in seen:
+            raise ValueError(f"{where}: two rows; name one run with --rev")
+        seen.add(where)
         points = content[where.family]
         if other is None:
             if second <= first * (1 + max(noise, GAIN)):
@@ -85,6 +90,14 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
         changed.append(f"{where}: {second:.1f} us and not {first:.1f}")
     drop_unused_runs(content)
     return changed
+
+
+def check(row: Mapping[str, str], where: Place, gpu: str, against: bool) -> None:
+    """Raises ValueError for a row of another GPU, or of another comparison."""
+    if row["gpu"] != gpu:
+        raise ValueError(f"{where}: measured on {row['gpu']}, the file is for {gpu}")
+    if (row["source"] == AGAINST) != against:
+        raise ValueError(f"{where}: held against {'another file' if not against else 'the defaults'}, see --other")
 
 
 def drop_unused_runs(content: Content) -> None:
@@ -107,6 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--rev", help="only rows of this git_rev")
     parser.add_argument("--other", type=Path, metavar="OTHER", help="the file that ROWS.csv held against FILE")
     args = parser.parse_args()
     file = read(args.file)
@@ -121,7 +135,8 @@ def main() -> int:
         other = json.loads(args.other.read_text())
     try:
         with args.rows.open(newline="") as f:
-            changed = settle(content, shape, [*csv.DictReader(f)], other)
+            rows = [row for row in csv.DictReader(f) if args.rev in (None, row["git_rev"])]
+        changed = settle(content, shape, rows, other)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -95,8 +95,9 @@ def test_the_chain_shows_a_reader_that_does_not_wait() -> None:
     assert any("before they were written" in chain.problem(graph.replay, False) for _ in range(20))
 
 
+@pytest.mark.parametrize("pdl", [False, True], ids=["reader", "reader that may start early"])
 @pytest.mark.parametrize("modules", [1, 3])
-def test_what_follows_waits_for_what_was_before(modules: int) -> None:
+def test_what_follows_waits_for_what_was_before(modules: int, pdl: bool) -> None:
     """A node that is off must not let the launch behind it start before the one in front of it has ended."""
 
     def switched(launch: Callable[[], object]) -> None:
@@ -105,7 +106,7 @@ def test_what_follows_waits_for_what_was_before(modules: int) -> None:
 
     part = cases.dense_layer(2880, (32,), 32, 16, SLOTS, SLOTS, CUDA, torch.bfloat16)
     another = partial(layer.linear, part.y, part.x, part.lora_a, part.lora_b, part.routing)
-    chain = pdl_chain.Chain(switched)
+    chain = pdl_chain.Chain(switched, pdl)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain.launch()

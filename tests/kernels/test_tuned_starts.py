@@ -20,11 +20,10 @@ QWEN = KNOWN["qwen3-32b"]
 SHIPPED = Path(__file__).parents[2] / "tuned_configs"
 
 
-def test_the_shipped_rows_of_the_model_come_last() -> None:
-    found = shipped.starts(GPU, QWEN, {}, pytest.fail)
-    own = writer.results_of(read(SHIPPED / "NVIDIA_H200" / "qwen3-32b.json"))
-    assert len(found) > len(own)
-    assert found[-len(own) :] == own
+def test_the_shipped_rows_of_the_model_are_its_own() -> None:
+    own, others = shipped.starts(GPU, QWEN, {}, pytest.fail)
+    assert own == writer.results_of(read(SHIPPED / "NVIDIA_H200" / "qwen3-32b.json"))
+    assert len(others) > len(own)
 
 
 def test_similar_models_come_after_others(tmp_path: Path) -> None:
@@ -36,13 +35,14 @@ def test_similar_models_come_after_others(tmp_path: Path) -> None:
         (where / f"{name}.json").write_text((SHIPPED / "NVIDIA_H200" / f"{model}.json").read_text())
     large = KNOWN["gpt-oss-120b"]
     counts = {m: len(writer.results_of(read(where / f"{f}.json"))) for f, m in (("a", "gpt"), ("b", "qwen"))}
-    found = shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)
+    own, found = shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)
+    assert own == []
     assert len(found) == sum(counts.values())
     assert found[-counts["gpt"] :] == writer.results_of(read(where / "a.json"))
-    assert shipped.starts("NVIDIA H100", large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail) == []
+    assert shipped.starts("NVIDIA H100", large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail) == ([], [])
     text["gpu"] = "NVIDIA H100"
     (where / "a.json").write_text(json.dumps(text))
-    assert len(shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)) == counts["qwen"]
+    assert len(shipped.starts(GPU, large, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, pytest.fail)[1]) == counts["qwen"]
 
 
 def test_a_broken_file_is_said_and_left_out(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_broken_file_is_said_and_left_out(tmp_path: Path) -> None:
     where.mkdir()
     (where / "x.json").write_text('{"format": 2}')
     said: list[str] = []
-    assert shipped.starts(GPU, QWEN, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, said.append) == []
+    assert shipped.starts(GPU, QWEN, {"LORAHOST_CONFIG_DIR": str(tmp_path)}, said.append) == ([], [])
     assert len(said) == 1
     assert said[0].startswith("no start from x.json: ")
 
@@ -58,7 +58,7 @@ def test_a_broken_file_is_said_and_left_out(tmp_path: Path) -> None:
 def test_nothing_is_in_use_where_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped.load, "folder", lambda environ: None)
     assert folder({}) is not None
-    assert shipped.starts(GPU, QWEN, {}, pytest.fail) == []
+    assert shipped.starts(GPU, QWEN, {}, pytest.fail) == ([], [])
 
 
 def test_a_start_is_timed_at_its_point_and_beats_a_worse_one() -> None:
@@ -80,16 +80,43 @@ def test_a_start_is_timed_at_its_point_and_beats_a_worse_one() -> None:
     assert choice_of(again) == choice_of(found)
 
 
+def test_another_models_tiles_displace_none_of_the_models_own() -> None:
+    known, key = Known(), ("qkv", None)
+    own, others = shipped.starts(GPU, QWEN, {}, pytest.fail)
+    place = plan.Place("dense", 16, 8, 32)
+    space = plan.spaces(QWEN, place, 227 * 1024, 132)["qkv"]
+    for result in own:
+        known.learn(result)
+    before = known.near(place, key, space, 2)
+    for result in others:
+        known.learn(result, other=True)
+    assert known.near(place, key, space, 2) == before
+    assert len(known.near(place, key, space, 1, other=True)) == 1
+
+
+def test_the_last_that_was_learned_of_other_models_counts() -> None:
+    known, place = Known(), plan.Place("dense", 16, 8, 32)
+    _, others = shipped.starts(GPU, KNOWN["gpt-oss-120b"], {}, pytest.fail)
+    for result in others:
+        known.learn(result, other=True)
+    space = plan.spaces(KNOWN["gpt-oss-120b"], place, 227 * 1024, 132)["qkv"]
+    like = next(r for r in writer.results_of(read(SHIPPED / "NVIDIA_H200" / "gpt-oss-20b.json")) if r.place == place)
+    assert like.block_m is None
+    assert known.near(place, ("qkv", None), space, 1, other=True) == [choice_of(like)["qkv"]]
+
+
 @pytest.mark.parametrize("model", KNOWN)
 def test_any_models_tiles_are_a_start_for_any_other(model: str) -> None:
     """What runs there has neighbours; what can't run there is left out."""
     shape, known, used = KNOWN[model], Known(), 0
-    for result in shipped.starts(GPU, shape, {}, pytest.fail):
-        known.learn(result)
+    own, others = shipped.starts(GPU, shape, {}, pytest.fail)
+    for result in (*own, *others):
+        known.learn(result, other=result in others)
     for place in plan.places(shape, [1, 64, 2048], plan.families_of(shape), [8], [16, 32]):
         for name, space in plan.spaces(shape, place, 227 * 1024, 132).items():
             for way in groupings(space.pairs, space.groups, place.rank):
-                for pair in known.near(place, (name, way), space, 2):
+                near = known.near(place, (name, way), space, 2)
+                for pair in (*near, *known.near(place, (name, way), space, 1, other=True)):
                     used += 1
                     assert all(space.allowed(other) for _, other in space.neighbours(pair))
     assert used > 10

@@ -220,6 +220,12 @@ def test_the_installed_plugin_is_not_declared_twice(tmp_path: Path) -> None:
     assert "lorahost =" not in declared
 
 
+@pytest.mark.parametrize("name", ["LORAHOST_KERNELS", "LORAHOST_CONFIG_DIR", "LORAHOST_PORT"])
+def test_variables_that_a_step_sets_itself_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"extra {name}: the step sets these itself"):
+        Point("ours", extra={name: "x", "enforce_eager": True})
+
+
 def test_points_know_who_is_asked() -> None:
     assert Point("base").names == Point("lora-base").names == [""]
     assert Point("stock", adapters=2).names == ["a0", "a1"]

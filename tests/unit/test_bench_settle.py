@@ -25,16 +25,15 @@ def file(tmp_path: Path) -> Path:
     return Path(shutil.copy(SHIPPED / "qwen3-32b.json", tmp_path / "own.json"))
 
 
-def rows(path: Path, *measured: tuple[int, int, float, float, float], model: str = "qwen3-32b") -> Path:
+def rows(path: Path, *measured: tuple[int, int, float, float, float], **more: str) -> Path:
     """Rows of dense points of 8 adapters: rank, tokens, first, second, noise."""
+    common = {"model": "qwen3-32b", "family": "dense", "adapters": 8, "source": "exact", "gpu": "NVIDIA H200"}
     with path.open("w", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS)
         writer.writeheader()
         for rank, tokens, first, second, noise in measured:
-            writer.writerow({
-                "model": model, "family": "dense", "adapters": 8, "rank": rank, "tokens": tokens, "default_us": first,
-                "tuned_us": second, "noise": noise,
-            })  # fmt: skip
+            own = {"rank": rank, "tokens": tokens, "default_us": first, "tuned_us": second, "noise": noise}
+            writer.writerow({**common, **own, **more})
     return path
 
 
@@ -77,7 +76,13 @@ def test_a_point_that_was_faster_is_taken_over_with_its_run(
     for p in content["dense"]:
         p["run"], p["after_us"] = 0, 1.0
     other.write_text(json.dumps(content))
-    measured = rows(tmp_path / "r.csv", (32, 64, 50.0, 45.0, 0.0), (16, 64, 50.0, 49.7, 0.0), (16, 1, 9.0, 8.0, 0.2))
+    measured = rows(
+        tmp_path / "r.csv",
+        (32, 64, 50.0, 45.0, 0.0),
+        (16, 64, 50.0, 49.7, 0.0),
+        (16, 1, 9.0, 8.0, 0.2),
+        source="against",
+    )
     assert run(monkeypatch, file, measured, "--other", other) == 0
     assert (point(file, 32, 64)["after_us"], point(file, 32, 64)["run"]) == (1.0, RUN)
     for rank, tokens in ((16, 64), (16, 1), (32, 16)):
@@ -85,7 +90,7 @@ def test_a_point_that_was_faster_is_taken_over_with_its_run(
         assert point(file, rank, tokens)["after_us"] > 1.0
     # all of them: the runs that no point is of are gone
     every = [(p["rank"], p["tokens"], 9.0, 8.0, 0.0) for p in content["dense"] if p["adapters"] == 8]
-    run(monkeypatch, file, rows(tmp_path / "r.csv", *every), "--other", other)
+    run(monkeypatch, file, rows(tmp_path / "r.csv", *every, source="against"), "--other", other)
     content = json.loads(file.read_text())
     assert {p["run"] for p in content["dense"]} == set(range(len(content["runs"])))
 
@@ -100,6 +105,36 @@ def test_rows_of_another_model_change_nothing(file: Path, tmp_path: Path, monkey
     measured = rows(tmp_path / "r.csv", (32, 64, 50.0, 60.0, 0.0), model="qwen3-30b-a3b")
     assert run(monkeypatch, file, measured) == 0
     assert file.read_text() == (SHIPPED / "qwen3-32b.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"source": "against"}, "8x32 M=64: held against another file"),
+        ({"gpu": "NVIDIA H100"}, "8x32 M=64: measured on NVIDIA H100, the file is for NVIDIA H200"),
+    ],
+)
+def test_rows_of_something_else_are_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    more: dict[str, str], said: str,
+) -> None:  # fmt: skip
+    assert run(monkeypatch, file, rows(tmp_path / "r.csv", (32, 64, 50.0, 60.0, 0.0), **more)) == 1
+    assert said in capsys.readouterr().err
+    assert file.read_text() == (SHIPPED / "qwen3-32b.json").read_text()
+
+
+def test_one_run_is_named_where_there_are_two(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = rows(tmp_path / "r.csv", (32, 64, 50.0, 60.0, 0.0), git_rev="a").read_text()
+    two = rows(tmp_path / "r.csv", (32, 64, 50.0, 40.0, 0.0), git_rev="b").read_text()
+    (tmp_path / "r.csv").write_text(one + two.splitlines()[1] + "\n")
+    assert run(monkeypatch, file, tmp_path / "r.csv") == 1
+    assert "two rows; name one run with --rev" in capsys.readouterr().err
+    assert run(monkeypatch, file, tmp_path / "r.csv", "--rev", "b") == 0
+    assert file.read_text() == (SHIPPED / "qwen3-32b.json").read_text()
+    assert run(monkeypatch, file, tmp_path / "r.csv", "--rev", "a") == 0
+    assert file.read_text() != (SHIPPED / "qwen3-32b.json").read_text()
 
 
 def test_a_time_that_was_never_measured_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, metavar="FILE", help="the file (tuned_configs/GPU/MODEL.json)")
     p.add_argument("--state", type=Path, metavar="FILE", help="what a stopped run had done (FILE.state)")
     p.add_argument("--jobs", type=count(0, 256), help="compiling processes (cores - 2, 14 at most; 0: none)")
-    p.add_argument("--from-scratch", action="store_true", help="begin from the defaults, not from what is in use here")
+    p.add_argument(
+        "--from-scratch", action="store_true", help="begin from the defaults, not from points that are there"
+    )
     p.add_argument("--rev", help="git revision for the file where there is no checkout")
     p.add_argument("--dry-run", action="store_true", help="print the plan and its size; needs no GPU")
     return p
@@ -161,8 +163,12 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
     compiler = compiling.Compiler(compiling.default_jobs() if args.jobs is None else args.jobs, device.capability)
     lab = gpu.Lab(shape, device, compiler, say, state.banned)
     tuner = Tuner(lambda place: plan.spaces(shape, place, device.shared, device.programs), time.monotonic, say)
-    for result in (*([] if args.from_scratch else shipped.starts(device.name, shape, os.environ, say)), *output.known):
-        tuner.learn(result)
+    if not args.from_scratch:
+        own, others = shipped.starts(device.name, shape, os.environ, say)
+        for result in (*own, *output.known):
+            tuner.learn(result)
+        for result in others:
+            tuner.learn(result, other=True)
     for result in state.results:
         tuner.resume(result)
     say(f"{device.name}, {', '.join(f'{k} {v}' for k, v in output.run.items() if k not in ('date', 'mix'))}")

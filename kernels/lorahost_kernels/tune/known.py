@@ -18,6 +18,7 @@ WORTH = 1.35  # a grouping whose first candidates take longer than this times th
 CLOSE = 1.1  # the same after a search: no two steps make up for more
 Key = tuple[str, int | None]  # product, rows per tile
 Choice = Mapping[str, Pair]
+Bests = dict[tuple[str, str, int | None], dict[Place, Pair]]
 
 
 @dataclass
@@ -68,20 +69,22 @@ class Known:
     def __init__(self) -> None:
         self.held: dict[Place, Result] = {}  # of this run
         self.records: dict[Place, Record] = {}
-        self._bests: dict[tuple[str, str, int | None], dict[Place, Pair]] = {}
+        self._bests: Bests = {}
+        self._others: Bests = {}  # of other models
 
-    def keep(self, place: Place, key: Key, pair: Pair) -> None:
-        """The best of a product at a point."""
-        self._bests.setdefault((place.family, *key), {})[place] = pair
+    def keep(self, place: Place, key: Key, pair: Pair, other: bool = False) -> None:
+        """The best of a product at a point; other: of another model."""
+        bests = self._others if other else self._bests
+        bests.setdefault((place.family, *key), {})[place] = pair
 
-    def learn(self, result: Result) -> None:
-        """The bests that a result holds."""
+    def learn(self, result: Result, other: bool = False) -> None:
+        """The bests that a result holds; other: of another model, in place of an earlier one of such a point."""
         for name, pair in choice_of(result).items():
-            self.keep(result.place, (name, result.block_m), pair)
+            self.keep(result.place, (name, result.block_m), pair, other)
 
-    def near(self, place: Place, key: Key, space: Space, count: int) -> list[Pair]:
+    def near(self, place: Place, key: Key, space: Space, count: int, other: bool = False) -> list[Pair]:
         """The first `count` different bests of a product that may run here, the nearest point's first."""
-        known = self._bests.get((place.family, *key), {})
+        known = (self._others if other else self._bests).get((place.family, *key), {})
         pairs = [pair for _, pair in sorted(known.items(), key=lambda item: distance(item[0], place))]
         return [*islice(filter(space.allowed, dict.fromkeys(pairs)), count)]
 

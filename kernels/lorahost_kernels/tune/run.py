@@ -57,9 +57,9 @@ class Tuner:
         self.known = Known()
         self._without: set[Place] = set()  # points whose defaults don't run
 
-    def learn(self, result: Result) -> None:
-        """Takes a result of an earlier run as a start for its neighbours."""
-        self.known.learn(result)
+    def learn(self, result: Result, other: bool = False) -> None:
+        """Takes a result of an earlier run as a start for its neighbours; other: of another model."""
+        self.known.learn(result, other)
 
     def resume(self, result: Result) -> None:
         """Takes a result of this run, as a stopped run left it: its point is done."""
@@ -185,7 +185,11 @@ class Tuner:
         return self._result(place, bench, default, taken, (before, after)), again.count
 
     def _descent(self, place: Place, name: str, space: Space, way: int | None) -> Descent[Pair]:
-        starts = dict.fromkeys([space.default(way), *self.known.near(place, (name, way), space, 2)])
+        near = (
+            *self.known.near(place, (name, way), space, 2),
+            *self.known.near(place, (name, way), space, 1, other=True),
+        )
+        starts = dict.fromkeys([space.default(way), *near])
         return Descent(list(starts), lambda pair: list(space.neighbours(pair)), merged, space.allowed)
 
     def _choice(

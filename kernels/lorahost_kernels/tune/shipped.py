@@ -14,12 +14,14 @@ from lorahost_kernels.tuned.shape import ModelShape
 FAR = 99.0  # doublings
 
 
-def starts(gpu: str, shape: ModelShape, environ: Mapping[str, str], say: Callable[[str], None]) -> list[Result]:
-    """The points of all files for the GPU where an engine would look, those of the most similar model last.
+def starts(
+    gpu: str, shape: ModelShape, environ: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[list[Result], list[Result]]:
+    """(the shape's own points, other models' with the most similar last) of the files that an engine would find.
 
     Args:
         gpu: Its name.
-        shape: What is tuned; a point of the same shape comes after all others.
+        shape: What is tuned.
         environ: Has LORAHOST_CONFIG_DIR or not.
         say: Takes a line for each file that can't be read, which is left out.
     """
@@ -32,7 +34,8 @@ def starts(gpu: str, shape: ModelShape, environ: Mapping[str, str], say: Callabl
             say(f"no start from {path.name}: {error}")
     found = [file for file in found if load.gpu_key(file.gpu) == load.gpu_key(gpu)]
     ordered = sorted(found, key=lambda file: unlike(file, shape), reverse=True)
-    return [result for file in ordered for result in results_of(file)]
+    own = [result for file in ordered if not unlike(file, shape) for result in results_of(file)]
+    return own, [result for file in ordered if unlike(file, shape) for result in results_of(file)]
 
 
 def unlike(file: TunedFile, shape: ModelShape) -> float:

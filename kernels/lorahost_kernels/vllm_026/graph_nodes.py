@@ -278,15 +278,18 @@ def check(driver: GraphDriver, graph_class: Callable[[], Any]) -> None:
     kept, stream = state, torch.cuda.current_stream()
     state = State(driver)
     try:
-        chain = pdl_chain.Chain(lambda launch: run_for(1, launch))
-        graph = graph_class()
-        with torch.cuda.graph(graph):
-            chain.launch()
-        for turn in range(CHECKS):
-            touched = turn % 4 == 3
-            set_touched(frozenset({1}), frozenset({1} if touched else ()))
-            if problem := chain.problem(graph.replay, touched):
-                raise DriverError(problem)
+        for pdl in (False, True):
+            chain = pdl_chain.Chain(lambda launch: run_for(1, launch), pdl)
+            graph = graph_class()
+            with torch.cuda.graph(graph):
+                chain.launch()
+            for turn in range(CHECKS):
+                touched = turn % 4 == 3
+                set_touched(frozenset({1}), frozenset({1} if touched else ()))
+                if problem := chain.problem(graph.replay, touched):
+                    raise DriverError(problem)
+            # the next chain makes its first launches outside a graph
+            set_touched(frozenset({1}), frozenset({1}))
     finally:
         torch.cuda.set_stream(stream)
         state = kept

@@ -20,6 +20,7 @@ from lorahost_kernels.vllm_026.patching import original, patch
 _flags: dict[int, torch.Tensor] = {}
 TABLE = "_lorahost_module_flags"
 TOUCHED = "_lorahost_touched"
+KEYS = "_lorahost_keys"
 MOE_BUFFERS = ("w13_lora_a_stacked", "w2_lora_a_stacked")
 
 
@@ -39,7 +40,9 @@ def activate_adapter(self: Any, lora_id: int) -> bool:
     entered: bool = original(LoRAModelManager, "activate_adapter")(self, lora_id)
     if entered:
         mark(self, lora_id)
-        follow_slots(self, lora_id)
+        # a slot's adapter may have been put in anew under the same id
+        vars(self).get(TOUCHED, {}).pop(lora_id, None)
+        follow_slots(self)
     return entered
 
 
@@ -68,18 +71,29 @@ def mark(manager: Any, lora_id: int) -> None:
     table[:, manager.lora_index_to_id.index(lora_id)] = torch.tensor(touched, dtype=torch.int32, device=table.device)
 
 
-def follow_slots(manager: Any, entered: int | None = None) -> None:
-    """Tells `graph_nodes` which modules the adapters in the manager's slots touch; entered: id of a new one."""
+def follow_slots(manager: Any) -> None:
+    """Tells `graph_nodes` which modules the adapters in the manager's slots touch; nothing where it doesn't ask."""
+    if graph_nodes.state.driver is None:
+        return
     found: dict[int, frozenset[int]] = vars(manager).setdefault(TOUCHED, {})
-    if entered is not None:
-        adapter = manager.list_adapters()[entered]
-        modules = [m for name, m in manager.modules.items() if manager._get_lora_layer_weights(adapter, name)]
-        found[entered] = frozenset(key for module in modules for key in keys_of(module))
-    for gone in found.keys() - set(manager.lora_index_to_id):
+    slots = {lora_id for lora_id in manager.lora_index_to_id if lora_id is not None}
+    for gone in found.keys() - slots:
         del found[gone]
-    always = [key for module in manager.modules.values() if serves_other_ranks(module) for key in keys_of(module)]
-    known = frozenset(key for module in manager.modules.values() for key in keys_of(module))
-    graph_nodes.set_touched(known, frozenset(always).union(*found.values()))
+    adapters = manager.list_adapters()
+    for lora_id in slots - found.keys():
+        modules = [m for name, m in manager.modules.items() if touches(manager, adapters.get(lora_id), name)]
+        found[lora_id] = frozenset(key for module in modules for key in keys_of(module))
+    if not hasattr(manager, KEYS):
+        known = frozenset(key for module in manager.modules.values() for key in keys_of(module))
+        served = (module for module in manager.modules.values() if serves_other_ranks(module))
+        setattr(manager, KEYS, (known, frozenset(key for module in served for key in keys_of(module))))
+    known, always = getattr(manager, KEYS)
+    graph_nodes.set_touched(known, always.union(*found.values()))
+
+
+def touches(manager: Any, adapter: Any, name: str) -> bool:
+    """Whether an adapter may have weights for a module; one that the manager doesn't know may have any."""
+    return adapter is None or bool(manager._get_lora_layer_weights(adapter, name))
 
 
 def keys_of(module: Any) -> list[int]:

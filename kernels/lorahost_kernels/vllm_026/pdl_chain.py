@@ -34,15 +34,25 @@ def count_up(count):
     tl.store(count, tl.load(count) + 1)
 
 
+@triton.jit
+def waiting_add(x, out, BLOCK: tl.constexpr):
+    """A reader that may start early, and waits."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gdc_wait()
+    gdc_launch_dependents()
+    tl.store(out + at, tl.load(x + at) + 1)
+
+
 class Chain:
-    """`late_copy`, two launches in the hands of `switched`, and a reader that is launched as base kernels are.
+    """`late_copy`, two launches in the hands of `switched`, and a reader.
 
     Args:
         switched: Takes the function that makes the two launches.
+        pdl: Whether the reader is launched so that it may start early, or as most base kernels are.
     """
 
-    def __init__(self, switched: Callable[[Callable[[], object]], object]) -> None:
-        self._switched = switched
+    def __init__(self, switched: Callable[[Callable[[], object]], object], pdl: bool = False) -> None:
+        self._switched, self._pdl = switched, pdl
         self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self.source, self.middle, self.out = (torch.zeros(self.programs * BLOCK, device="cuda") for _ in range(3))
         self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
@@ -55,7 +65,10 @@ class Chain:
         """All launches of the chain."""
         late_copy[(self.programs,)](self.source, self.middle, SPIN, BLOCK, launch_pdl=True)
         self._switched(self._module)
-        torch.add(self.middle, 1, out=self.out)
+        if self._pdl:
+            waiting_add[(self.programs,)](self.middle, self.out, BLOCK, launch_pdl=True)
+        else:
+            torch.add(self.middle, 1, out=self.out)
 
     def _module(self) -> None:
         for _ in range(2):

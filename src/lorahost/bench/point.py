@@ -19,6 +19,10 @@ PATHS: tuple[EnginePath, ...] = get_args(EnginePath)
 SPECS: tuple[Spec, ...] = get_args(Spec)
 SPEC_TOKENS = 3
 SPEC_ALPHABET = 64
+# what a step sets by its path, or for its server
+OWN_VARIABLES = frozenset(
+    f"LORAHOST_{name}" for name in ("KERNELS", "CONFIG_DIR", "PORT", "HOST", "BASE_NAME", "WORK_DIR", "LORA", "ENGINE")
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Point:
             raise ValueError(f"model {self.model!r}: must be one of {sorted(SHAPES)}")
         if self.spec == "synthetic" and not 1 <= self.accept <= SPEC_TOKENS + 1:
             raise ValueError(f"accept {self.accept}: must be between 1 and {SPEC_TOKENS + 1} tokens a step")
+        if taken := sorted(self.variables.keys() & OWN_VARIABLES):
+            raise ValueError(f"extra {', '.join(taken)}: the step sets these itself")
         if self.kernels == "on" and self.path in ("base", "stock"):
             raise ValueError(f"kernels on: path {self.path} is measured without this package's kernels")
         for name in ("input", "output", "repeats", "adapters", "rank"):
