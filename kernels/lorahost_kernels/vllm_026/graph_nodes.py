@@ -125,12 +125,9 @@ def run_for(module: int, launch: Callable[[], T]) -> T | None:
         launch: Launches kernels on the current stream that change nothing that other kernels read, unless an adapter
             touches the module.
     """
-    if state.driver is None:
-        return launch()
     if state.recording is not None:
         return _record((module, True), launch)
-    # a capture that nobody records must have all launches
-    return launch() if is_touched(module) or torch.cuda.is_current_stream_capturing() else None
+    return launch() if _needed(module) else None
 
 
 def run_either(module: int, touched: Callable[[], object], untouched: Callable[[], object]) -> None:
@@ -138,11 +135,18 @@ def run_either(module: int, touched: Callable[[], object], untouched: Callable[[
 
     A captured graph has both, and replays run one of them.
     """
-    if state.driver is not None and state.recording is not None:
+    if state.recording is not None:
         _record((module, True), touched)
         _record((module, False), untouched)
-    elif run_for(module, lambda: (touched(),)) is None:
+    elif _needed(module):
+        touched()
+    else:
         untouched()
+
+
+def _needed(module: int) -> bool:
+    """Whether a module's launches must be made now; a capture that nobody records must have all."""
+    return state.driver is None or is_touched(module) or torch.cuda.is_current_stream_capturing()
 
 
 def _record(key: Key, launch: Callable[[], T]) -> T:
