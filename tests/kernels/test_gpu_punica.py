@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.lora_cases import DEVICE, DTYPES, TOLERANCE, relative_error
+from tests.kernels.lora_manager import Manager, dense_module
 from torch import Tensor
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.utils import LoRAMapping
 from vllm.lora.punica_wrapper import punica_gpu
 
@@ -154,30 +154,12 @@ def test_unknown_adapter_is_an_error(wrapper: gpu_punica.GpuPunicaWrapper) -> No
         use(wrapper, [7, 5])
 
 
-class Manager:
-    """What module_flags reads of vLLM's LoRAModelManager."""
-
-    def __init__(self, modules: dict[str, Any], weights: dict[int, set[str]]) -> None:
-        self.modules, self.weights, self.lora_slots, self.lora_index_to_id = modules, weights, SLOTS, list(IDS)
-
-    def list_adapters(self) -> dict[int, int]:
-        return {i: i for i in self.weights}
-
-    def _get_lora_layer_weights(self, adapter: int, name: str) -> object | None:
-        return object() if name in self.weights[adapter] else None
-
-
-def dense_module(a: tuple[Tensor, ...]) -> Any:
-    module = BaseLinearLayerWithLoRA.__new__(BaseLinearLayerWithLoRA)
-    torch.nn.Module.__init__(module)
-    module.lora_a_stacked = a
-    return module
-
-
 @pytest.mark.parametrize("rows", [4, 150])
 def test_module_that_an_adapter_does_not_touch_is_skipped(wrapper: gpu_punica.GpuPunicaWrapper, rows: int) -> None:
     (a, b), other = factors(64), factors(64)
-    manager = Manager({"router": dense_module(a), "qkv": dense_module(other[0])}, {11: {"qkv"}, 7: {"router", "qkv"}})
+    manager = Manager(
+        {"router": dense_module(*a), "qkv": dense_module(*other[0])}, {11: {"qkv"}, 7: {"router", "qkv"}}, IDS
+    )
     # as in vLLM: a first adapter comes in inference mode, later ones outside
     with torch.inference_mode():
         module_flags.mark(manager, 11)

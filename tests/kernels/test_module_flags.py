@@ -5,31 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from tests.kernels.lora_manager import Manager, dense_module
 
 from lorahost_kernels.vllm_026 import graph_nodes, module_flags
 from lorahost_kernels.vllm_026.graph_nodes import State
-
-
-class Manager:
-    """What module_flags reads of vLLM's LoRAModelManager; weights: names of the modules of each adapter."""
-
-    def __init__(self, modules: dict[str, Any], weights: dict[int, set[str]], slots: int = 3) -> None:
-        self.modules, self.weights = modules, weights
-        self.lora_index_to_id: list[int | None] = [None] * slots
-
-    def list_adapters(self) -> dict[int, int]:
-        return {i: i for i in self.weights}
-
-    def _get_lora_layer_weights(self, adapter: int, name: str) -> object | None:
-        return object() if name in self.weights[adapter] else None
-
-
-def dense(slices: int = 1) -> Any:
-    module = BaseLinearLayerWithLoRA.__new__(BaseLinearLayerWithLoRA)
-    torch.nn.Module.__init__(module)
-    module.lora_a_stacked = tuple(torch.zeros(4) for _ in range(slices))
-    return module
 
 
 def experts(slices: int = 2, ranks: int = 1) -> Any:
@@ -64,7 +43,11 @@ def enter(manager: Manager, slot: int, lora_id: int | None) -> set[str]:
 
 
 def test_adapters_come_and_go() -> None:
-    modules = {"qkv": dense(3), "router": dense(), "experts": experts()}
+    modules = {
+        "qkv": dense_module(*map(torch.zeros, (4, 4, 4))),
+        "router": dense_module(torch.zeros(4)),
+        "experts": experts(),
+    }
     manager = Manager(modules, {7: {"qkv"}, 8: {"experts"}, 9: {"router", "qkv"}})
     assert touched(manager) == {*modules}, "nothing was said yet"
     assert enter(manager, 0, 7) == {"qkv"}
@@ -78,17 +61,22 @@ def test_every_buffer_of_a_module_is_known_by_its_address() -> None:
     """vLLM may hand over the slices of gate and up in reverse."""
     module = experts()
     assert len(set(module_flags.keys_of(module))) == 3
-    assert len(set(module_flags.keys_of(dense(3)))) == 3
+    assert len(set(module_flags.keys_of(dense_module(*map(torch.zeros, (4, 4, 4)))))) == 3
     assert module_flags.keys_of(torch.nn.Identity()) == []
 
 
 def test_an_adapter_that_the_manager_does_not_know_touches_everything() -> None:
-    manager = Manager({"qkv": dense(), "router": dense()}, {7: {"qkv"}})
+    manager = Manager({"qkv": dense_module(torch.zeros(4)), "router": dense_module(torch.zeros(4))}, {7: {"qkv"}})
     assert enter(manager, 1, 5) == {"qkv", "router"}
 
 
 def test_another_managers_modules_stay_as_they_are() -> None:
-    first, second = (Manager({"qkv": dense(), "router": dense()}, {7: {"qkv"}, 8: {"router"}}) for _ in range(2))
+    first, second = (
+        Manager(
+            {"qkv": dense_module(torch.zeros(4)), "router": dense_module(torch.zeros(4))}, {7: {"qkv"}, 8: {"router"}}
+        )
+        for _ in range(2)
+    )
     enter(first, 0, 7)
     enter(second, 0, 8)
     enter(second, 0, None)
@@ -96,14 +84,14 @@ def test_another_managers_modules_stay_as_they_are() -> None:
 
 
 def test_experts_that_serve_other_ranks_are_always_touched() -> None:
-    manager = Manager({"qkv": dense(), "experts": experts(ranks=2)}, {7: {"qkv"}, 8: set()})
+    manager = Manager({"qkv": dense_module(torch.zeros(4)), "experts": experts(ranks=2)}, {7: {"qkv"}, 8: set()})
     assert enter(manager, 0, 8) == {"experts"}
     assert enter(manager, 0, None) == {"experts"}
 
 
 def test_nothing_is_worked_out_where_nothing_is_switched(state: State) -> None:
     state.driver = None
-    manager = Manager({"qkv": dense()}, {7: set()})
+    manager = Manager({"qkv": dense_module(torch.zeros(4))}, {7: set()})
     assert enter(manager, 0, 7) == {"qkv"}
     assert not hasattr(manager, module_flags.TOUCHED)
     # switched on later, all adapters that are in a slot by then are looked at
