@@ -26,6 +26,14 @@ def test_the_shipped_rows_of_the_model_are_its_own() -> None:
     assert len(others) > len(own)
 
 
+def test_gate_and_up_in_one_tensor_are_another_shape() -> None:
+    shape = KNOWN["gpt-oss-20b"]
+    assert shape.moe is not None
+    two = replace(shape, moe=replace(shape.moe, slices=2))
+    assert shipped.starts(GPU, shape, {}, pytest.fail)[0] != []
+    assert shipped.starts(GPU, two, {}, pytest.fail)[0] == []
+
+
 def test_similar_models_come_after_others(tmp_path: Path) -> None:
     text = json.loads((SHIPPED / "NVIDIA_H200" / "gpt-oss-20b.json").read_text())
     where = tmp_path / "NVIDIA_H200"

@@ -132,6 +132,15 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
             install.install()
         assert called == []
 
+    def test_a_misspelt_choice_of_skipping_stops_the_start(self, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from lorahost_kernels.vllm_026.patching import PluginError
+
+        called = self.on_a_gpu(install, monkeypatch, "on", cuda=True)
+        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "yes")
+        with pytest.raises(PluginError, match="LORAHOST_SKIP_UNTOUCHED='yes' must be on or off"):
+            install.install()
+        assert called == []
+
     def on_a_gpu(self, install: Any, monkeypatch: pytest.MonkeyPatch, kernels: str | None, cuda: bool) -> list[str]:
         """Sets the platform and LORAHOST_KERNELS; what is patched is put into the list."""
         from lorahost_kernels import vllm_026

@@ -43,8 +43,8 @@ def unlike(file: TunedFile, shape: ModelShape) -> float:
     moe, own = file.moe_shape, shape.moe
     apart = 0.0 if moe is None and own is None else FAR
     if moe is not None and own is not None:
-        pairs = ((getattr(moe, name), getattr(own, name)) for name in ("experts", "topk", "hidden", "intermediate"))
-        apart = sum(map(doublings, pairs))
+        names = ("experts", "topk", "hidden", "intermediate", "slices")
+        apart = sum(doublings((getattr(moe, name), getattr(own, name))) for name in names)
     modules = file.module_shapes()
     for name in modules.keys() | shape.modules.keys():
         one, other = modules.get(name), shape.modules.get(name)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lorahost_kernels.self_check import Paths
 
 log = logging.getLogger("vllm.lorahost")
+SKIP_UNTOUCHED = "LORAHOST_SKIP_UNTOUCHED"
 
 # Which code runs each operation in this process, filled in by `install`, then by `choose_paths`.
 operations: dict[str, str] = {}
@@ -31,8 +32,8 @@ def install() -> None:
     """Applies all patches once.
 
     Raises:
-        PluginError: wrong vLLM version, or a name that we use has changed, or LORAHOST_KERNELS is neither on nor off.
-            Nothing is patched then.
+        PluginError: wrong vLLM version, or a name that we use has changed, or LORAHOST_KERNELS or
+            LORAHOST_SKIP_UNTOUCHED is neither on nor off. Nothing is patched then.
     """
     global _installed
     if _installed:
@@ -44,6 +45,7 @@ def install() -> None:
         )
     check_signatures(cpu=current_platform.is_cpu())
     wanted = on_or_off("LORAHOST_KERNELS", "on")
+    on_or_off(SKIP_UNTOUCHED, "off")  # a wrong value stops the start, not the warm-up after the weights are loaded
     register_common()
     if current_platform.is_cpu():
         register_cpu()
@@ -151,7 +153,7 @@ def skip_untouched() -> None:
     """
     from lorahost_kernels.vllm_026 import graph_nodes
 
-    if not on_or_off("LORAHOST_SKIP_UNTOUCHED", "off") or "triton" not in operations.values():
+    if not on_or_off(SKIP_UNTOUCHED, "off") or "triton" not in operations.values():
         return
     if problem := graph_nodes.start():
         log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)

@@ -1,4 +1,4 @@
-"""Which modules the resident adapters hold weights for, so that modules without any cost nothing.
+"""Which modules the resident adapters hold weights for, so that modules without any cost little.
 
 vLLM keeps such a flag for experts only, and multiplies by the zeros of an untouched module. A dense module's flags, one
 for each slot, lie on the device: CUDA graphs that were captured before an adapter came read what it brought, and rows
