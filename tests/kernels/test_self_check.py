@@ -17,13 +17,6 @@ from lorahost_kernels.self_check import batches, checks, paths
 DTYPE = DTYPES[0]
 
 
-@pytest.fixture(autouse=True)
-def messages(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged; vLLM's own logging may have been set up, or off, by another test."""
-    monkeypatch.setattr(paths, "log", logging.getLogger("tests.self_check"))
-    return caplog
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replaces all checks but the given ones by one that passes."""
@@ -88,7 +81,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_wrong_operation_is_named_and_its_family_falls_back(
-    name: str, quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
+    name: str, quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     quick(name)
     launcher = "build_work_list" if name == "work_list" else name
@@ -101,19 +94,19 @@ def test_a_wrong_operation_is_named_and_its_family_falls_back(
     assert found.outcomes[name].reason.startswith("self-check failed: ")
     for sibling in set(family) - {name}:
         assert found.outcomes[sibling].reason.startswith(f"falls back with {name}; self-check passed")
-    errors = [record.getMessage() for record in messages.records if record.levelno >= logging.ERROR]
+    errors = [record.getMessage() for record in plugin_log.records if record.levelno >= logging.ERROR]
     assert any(name in line and "failed" in line for line in errors)
     assert any("vLLM's own kernels" in line for line in errors)
 
 
 def test_error_and_limit_are_said(
-    quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
+    quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     quick()
     monkeypatch.setitem(checks.CHECKS, "shrink", lambda *_: 0.02)
     found = self_check.run(DEVICE, torch.bfloat16).outcomes["shrink"]
     assert found.reason == "self-check failed: error 2.0e-02 is over the limit 5e-03"
-    assert "shrink failed: error 2.0e-02 is over the limit 5e-03" in messages.text
+    assert "shrink failed: error 2.0e-02 is over the limit 5e-03" in plugin_log.text
     assert self_check.run(DEVICE, torch.bfloat16).outcomes["shrink"].error == 0.02
 
 
@@ -156,7 +149,7 @@ def test_rows_without_an_adapter_must_stay(quick: Callable[..., None], monkeypat
 
 
 def test_an_exception_is_a_fallback(
-    quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, messages: pytest.LogCaptureFixture
+    quick: Callable[..., None], monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     quick("expand_swiglu")
 
@@ -168,7 +161,7 @@ def test_an_exception_is_a_fallback(
     assert (found.moe, found.dense) == ("stock", "triton")
     assert found.outcomes["expand_swiglu"].reason == "self-check failed: RuntimeError: PTX assembly aborted"
     assert found.facts()["expand_swiglu"]["error"] is None
-    assert "Traceback" in messages.text
+    assert "Traceback" in plugin_log.text
 
 
 def test_a_device_that_fails_for_good_stops_the_start(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,15 +20,8 @@ from lorahost_kernels.tuned.start import load_table, start
 
 
 @pytest.fixture(autouse=True)
-def defaults_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    # once some test has imported vLLM, its loggers' records no longer reach the root logger
-    logger = logging.getLogger("vllm.lorahost")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    # nor does pytest's handler keep its level
-    caplog.set_level(logging.INFO, logger.name)
+def defaults_again() -> Iterator[None]:
     yield
-    logger.removeHandler(caplog.handler)
     in_use.deactivate()
 
 
@@ -37,26 +29,27 @@ def variables(folder: Path, **more: str) -> dict[str, str]:
     return {"LORAHOST_CONFIG_DIR": str(folder), **more}
 
 
-def test_start_finds_the_gpus_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_finds_the_gpus_files(tmp_path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, document())
     saved(tmp_path, document(gpu="NVIDIA A10G"), "NVIDIA_A10G.json")
-    caplog.set_level(logging.INFO, "vllm.lorahost")
     found = start(CONFIG, 8, device=H200, environ=variables(tmp_path))
     assert found["gpu"] == GPU
     assert {op: r["source"] for op, r in found["operations"].items()} == dict.fromkeys(found["operations"], "exact")
     assert len(found["operations"]) == 6
-    lines = [r.message for r in caplog.records]
+    lines = [r.message for r in plugin_log.records]
     assert len([line for line in lines if line.startswith("lorahost ")]) == 6
     assert "lorahost down_expand: exact, 2 rows, M=16..512, ranks 32 (gpt-oss-20b.json)" in lines
     json.dumps(found)
 
 
-def test_the_log_names_the_family_of_a_fused_engines_experts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_family_of_a_fused_engines_experts(
+    tmp_path: Path, plugin_log: pytest.LogCaptureFixture
+) -> None:
     def lines(content: object) -> list[str]:
-        caplog.clear()
+        plugin_log.clear()
         saved(tmp_path, content)
         json.dumps(start(CONFIG, 8, device=H200, environ=variables(tmp_path), fused=True))
-        return [r.message for r in caplog.records if r.message.startswith("lorahost ")]
+        return [r.message for r in plugin_log.records if r.message.startswith("lorahost ")]
 
     found = lines(fused_document())
     assert "lorahost expand_topk_sum: exact, 1 moe_fused rows, M=16..16, ranks 32 (gpt-oss-20b.json)" in found
@@ -70,16 +63,15 @@ def test_the_log_names_the_family_of_a_fused_engines_experts(tmp_path: Path, cap
     assert swiglu.endswith("no moe rows for NVIDIA H200 and this shape")
 
 
-def test_another_gpu_takes_no_rows_and_says_its_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_gpu_takes_no_rows_and_says_its_class(tmp_path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, document())
-    caplog.set_level(logging.INFO, "vllm.lorahost")
     found = start(CONFIG, 8, device=A10, environ=variables(tmp_path))
     assert {r["source"] for r in found["operations"].values()} == {"default"}
     line = "defaults (sm_86, no PDL, programs for 80 multiprocessors, 99 KiB shared), no rows for NVIDIA A10G"
-    assert any(line in r.message for r in caplog.records)
+    assert any(line in r.message for r in plugin_log.records)
 
 
-def test_a_bad_file_is_refused_aloud_and_the_rest_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_file_is_refused_aloud_and_the_rest_is_used(tmp_path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, document())
     saved(tmp_path, document(note=1), "NVIDIA_H200/a.json")
     saved(tmp_path, document(gpu="NVIDIA H100"), "NVIDIA_H200/b.json")
@@ -87,13 +79,15 @@ def test_a_bad_file_is_refused_aloud_and_the_rest_is_used(tmp_path: Path, caplog
     assert len(found["refused"]) == 2
     assert "note: Extra inputs" in found["refused"][0]
     assert "gpu is 'NVIDIA H100'" in found["refused"][1]
-    assert [r.levelname for r in caplog.records if "refused" in r.message] == ["ERROR", "ERROR"]
+    assert [r.levelname for r in plugin_log.records if "refused" in r.message] == ["ERROR", "ERROR"]
     assert found["operations"]["shrink"]["source"] == "exact"
 
 
-def test_an_unknown_model_or_folder_starts_with_the_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_model_or_folder_starts_with_the_defaults(
+    tmp_path: Path, plugin_log: pytest.LogCaptureFixture
+) -> None:
     assert start({"model_type": "bert"}, 8, device=H200, environ={}) == {"active": False, "operations": {}}
-    assert "model_type 'bert' is none of" in caplog.text
+    assert "model_type 'bert' is none of" in plugin_log.text
     found = start(CONFIG, 8, device=H200, environ=variables(tmp_path / "none"))
     assert "none is no directory" in found["refused"][0]
     assert configs.chooser() is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -200,15 +199,12 @@ class TestChoosePaths:
 
     @pytest.mark.parametrize("config", [None, SimpleNamespace(additional_config=object())])
     def test_a_compile_cache_that_can_not_be_told_is_said(
-        self, install: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any
+        self, install: Any, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, config: Any
     ) -> None:
         self.outcomes(monkeypatch, "triton")
         monkeypatch.setattr(install, "get_current_vllm_config_or_none", lambda: config)
-        # another test may have set up vLLM's own logging
-        monkeypatch.setattr(install, "log", logging.getLogger("tests.plugin"))
-        caplog.set_level(logging.WARNING, logger="tests.plugin")
         install.choose_paths("cpu", torch.float16)
-        assert "compile cache does not know" in caplog.text
+        assert "compile cache does not know" in plugin_log.text
 
 
 def imported_modules(path: Path) -> set[str]:
