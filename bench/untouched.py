@@ -126,7 +126,7 @@ class Named:
 
 
 def main() -> int:
-    """Prints the table; 1 if an output is wrong, 2 where nodes can't be switched."""
+    """Prints the table; 1 if an output is wrong, 2 where launches can't be left out of graphs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1600])
     parser.add_argument("--adapters", type=int, default=8)

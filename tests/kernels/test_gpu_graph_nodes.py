@@ -1,4 +1,4 @@
-"""On a GPU: nodes of CUDA graphs that are switched off and on, between launches that may start early."""
+"""On a GPU: CUDA graphs that are built anew without some launches, between launches that may start early."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +14,7 @@ from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common import naive
 from lorahost_kernels.ops.common.routing import slice_columns
 from lorahost_kernels.vllm_026 import graph_nodes, pdl_chain
+from lorahost_kernels.vllm_026.graph_driver import CudaDriver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +26,12 @@ BOTH = frozenset({MODULE, OTHER})
 
 
 @pytest.fixture(autouse=True)
-def driver() -> Iterator[graph_nodes.CudaDriver]:
+def driver() -> Iterator[CudaDriver]:
     """What an engine has from its start on, for one test."""
     kept, graph = graph_nodes.state, torch.cuda.CUDAGraph
-    found = graph_nodes.CudaDriver()
+    found = CudaDriver()
     graph_nodes.state = graph_nodes.State(found)
-    torch.cuda.CUDAGraph = graph_nodes.switched(graph)  # type: ignore[misc]
+    torch.cuda.CUDAGraph = graph_nodes.following(graph)  # type: ignore[misc]
     yield found
     graph_nodes.state, torch.cuda.CUDAGraph = kept, graph  # type: ignore[misc]
 
@@ -44,7 +45,7 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_check_passes_here(driver: graph_nodes.CudaDriver) -> None:
+def test_check_passes_here(driver: CudaDriver) -> None:
     graph_nodes.check(driver, torch.cuda.CUDAGraph)
 
 
@@ -81,7 +82,7 @@ def hasty_add(x, out, BLOCK: tl.constexpr):
 
 
 class HastyChain(pdl_chain.Chain):
-    """Nothing is switched, and the reader doesn't wait."""
+    """Nothing is left out, and the reader doesn't wait."""
 
     def launch(self) -> None:
         grid = (self.programs,)
@@ -98,15 +99,15 @@ def test_the_chain_shows_a_reader_that_does_not_wait() -> None:
 @pytest.mark.parametrize("pdl", [False, True], ids=["reader", "reader that may start early"])
 @pytest.mark.parametrize("modules", [1, 3])
 def test_what_follows_waits_for_what_was_before(modules: int, pdl: bool) -> None:
-    """A node that is off must not let the launch behind it start before the one in front of it has ended."""
+    """Without the node between them a launch must not start before the one in front of it has ended."""
 
-    def switched(launch: Callable[[], object]) -> None:
+    def optional(launch: Callable[[], object]) -> None:
         for i in range(modules):
             graph_nodes.run_for(MODULE, launch if i == 0 else another)
 
     part = cases.dense_layer(2880, (32,), 32, 16, SLOTS, SLOTS, CUDA, torch.bfloat16)
     another = partial(layer.linear, part.y, part.x, part.lora_a, part.lora_b, part.routing)
-    chain = pdl_chain.Chain(switched, pdl)
+    chain = pdl_chain.Chain(optional, pdl)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain.launch()

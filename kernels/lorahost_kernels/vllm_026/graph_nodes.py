@@ -1,89 +1,29 @@
 """Launches that are left out while no resident adapter needs them, in CUDA graphs, too.
 
 A graph is captured before the adapters come, so it has the launches of every module. The nodes of such launches are
-noted while a graph is captured, and switched off and on in the graph that is replayed (`cuGraphNodeSetEnabled`), which
-costs less than kernels that end at once (`python -m bench.untouched`).
+noted while a graph is captured. Before a replay that may leave out others than the last one did, the graph is built
+again without them from what was captured, and instantiated.
 
-Launches may be chained by programmatic dependent launch, and what such an edge means behind a node that is off is not
-in the driver's documentation: the next launch must wait for the end of the last one that is on. `check` tries it.
+Launches may be chained by programmatic dependent launch. What came behind a node that is left out waits for the end of
+what came before it, by an edge of the usual kind; `check` tries it on the device.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from lorahost_kernels.vllm_026.graph_driver import CudaDriver, DriverError, GraphDriver
+
 T = TypeVar("T")
 
-CAPTURE_ACTIVE = 1
 CHECKS = 40  # replays
 MOST_NODES = 64  # of one module's launches
-
-
-class DriverError(RuntimeError):
-    """The CUDA driver has no such function, or it failed; the message says which."""
-
-
-class GraphDriver(Protocol):
-    """What is needed of CUDA graphs; nodes and graphs are the driver's handles."""
-
-    def last_nodes(self, stream: int) -> list[int]:
-        """Nodes that the next launch on a capturing stream will depend on."""
-        ...
-
-    def nodes_before(self, node: int) -> list[int]:
-        """Nodes that a node depends on."""
-        ...
-
-    def switch(self, executable: int, node: int, on: bool) -> None:
-        """Lets later replays of an instantiated graph run or leave out a node."""
-        ...
-
-
-class CudaDriver:
-    """`GraphDriver` by libcuda; raises DriverError. The functions with edge data came with CUDA 12.3."""
-
-    def __init__(self) -> None:
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-            self._capture_info = library.cuStreamGetCaptureInfo_v3
-            self._dependencies = library.cuGraphNodeGetDependencies_v2
-            self._set_enabled = library.cuGraphNodeSetEnabled
-        except (OSError, AttributeError) as error:
-            raise DriverError(str(error)) from error
-
-    def last_nodes(self, stream: int) -> list[int]:
-        status, graph, edges = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        number, nodes, count = ctypes.c_uint64(), ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
-        _check(
-            self._capture_info,
-            ctypes.c_void_p(stream), *map(ctypes.byref, (status, number, graph, nodes, edges, count)),
-        )  # fmt: skip
-        if status.value != CAPTURE_ACTIVE:
-            raise DriverError(f"the stream is not being captured (status {status.value})")
-        return [int(nodes[i] or 0) for i in range(count.value)]
-
-    def nodes_before(self, node: int) -> list[int]:
-        # an edge's data are 8 bytes
-        nodes, edges, count = (ctypes.c_void_p * MOST_NODES)(), (ctypes.c_uint64 * MOST_NODES)(), ctypes.c_size_t()
-        count.value = MOST_NODES
-        _check(self._dependencies, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
-        return [int(nodes[i] or 0) for i in range(count.value)]
-
-    def switch(self, executable: int, node: int, on: bool) -> None:
-        _check(self._set_enabled, ctypes.c_void_p(executable), ctypes.c_void_p(node), ctypes.c_uint(on))
-
-
-def _check(function: Any, *args: Any) -> None:
-    code = function(*args)
-    if code:
-        raise DriverError(f"{function.__name__} failed with CUDA error {code}")
 
 
 Key = tuple[int, bool]
@@ -174,64 +114,80 @@ def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int
     return nodes
 
 
-class Switches:
-    """The noted nodes of one graph, and which of them are off."""
+class Launches:
+    """The noted nodes of one captured graph, and which of them the graph now lacks.
 
-    def __init__(self, nodes: dict[Key, list[int]]) -> None:
-        self._nodes = nodes
-        self.forget()
-        if nodes:
-            _all.add(self)
+    Raises:
+        DriverError: The graph can't be copied, or nodes can't be taken out of it.
+    """
 
-    def forget(self) -> None:
-        """The graph was instantiated again: everything is on."""
-        self._off: set[Key] = set()
+    def __init__(self, graph: int, nodes: dict[Key, list[int]]) -> None:
+        self._nodes: dict[Key, list[int]] = {}
+        self._out: frozenset[Key] = frozenset()
         self._seen: object = self
+        self.builds, self.seconds = 0, 0.0
+        if not nodes or state.driver is None:
+            return
+        self._whole = state.driver.copy(graph)
+        weakref.finalize(self, state.driver.destroy, self._whole).atexit = False  # the driver may be gone by then
+        self._nodes = {key: [state.driver.twin(n, self._whole) for n in found] for key, found in nodes.items()}
+        # one that can't be built is met before there are requests
+        state.driver.destroy(self._without(state.driver, frozenset(self._nodes)))
+        _all.add(self)
 
-    def follow(self, executable: Callable[[], int]) -> None:
-        """Switches what has changed since the last time; executable: gives the instantiated graph's handle."""
+    def follow(self, graph: int, instantiate: Callable[[], object]) -> None:
+        """Builds and instantiates the graph anew if other launches are to be left out than it lacks."""
         if state.untouched is self._seen or state.driver is None:
             return
-        for key, nodes in self._nodes.items():
-            module, wanted = key
-            off = is_touched(module) != wanted
-            if off != (key in self._off):
-                for node in nodes:
-                    state.driver.switch(executable(), node, not off)
-                (self._off.add if off else self._off.discard)(key)
-        self._seen = state.untouched
+        untouched, began = state.untouched, time.perf_counter()
+        out = frozenset(key for key in self._nodes if is_touched(key[0]) != key[1])
+        if out != self._out:
+            kept = self._without(state.driver, out)
+            state.driver.fill(graph, kept)
+            state.driver.destroy(kept)
+            instantiate()
+            self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began
+        # last: a build that failed must not be taken for done by the next replay
+        self._seen, self._out = untouched, out
+
+    def _without(self, driver: GraphDriver, out: frozenset[Key]) -> int:
+        copy = driver.copy(self._whole)
+        driver.remove(copy, [driver.twin(node, copy) for key in out for node in self._nodes[key]])
+        return copy
 
     def counts(self) -> tuple[int, int]:
-        """(noted nodes, those that are off)."""
-        return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._off)
-
-    def rehearse(self, executable: Callable[[], int]) -> None:
-        """Switches every node off and on, so that one that can't be is met before there are requests."""
-        if state.driver is None:
-            return
-        for node in itertools.chain(*self._nodes.values()):
-            for on in (False, True):
-                state.driver.switch(executable(), node, on)
+        """(noted nodes, those that are left out)."""
+        return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._out)
 
 
-_all: weakref.WeakSet[Switches] = weakref.WeakSet()
+_all: weakref.WeakSet[Launches] = weakref.WeakSet()
 
 
 def report() -> dict[str, int]:
-    """How many graphs have noted nodes, how many nodes, and how many of them were off at their graph's last replay."""
-    counts = [switches.counts() for switches in _all]
-    return {"graphs": len(counts), "nodes": sum(c[0] for c in counts), "off": sum(c[1] for c in counts)}
+    """Of all graphs with noted nodes.
+
+    graphs, nodes: how many; out: nodes that were left out at their graph's last replay; builds, build_ms: how often
+    a graph was built anew, at the end of its capture or before a replay, and how long that took.
+    """
+    counts = [launches.counts() for launches in _all]
+    return {
+        "graphs": len(counts),
+        "nodes": sum(c[0] for c in counts),
+        "out": sum(c[1] for c in counts),
+        "builds": sum(launches.builds for launches in _all),
+        "build_ms": round(1000 * sum(launches.seconds for launches in _all)),
+    }
 
 
-def switched(base: Any) -> Any:
+def following(base: Any) -> Any:
     """A subclass of `torch.cuda.CUDAGraph` whose replays leave out the launches of untouched modules."""
 
-    class SwitchedGraph(base):
-        """Keeps the captured graph, whose nodes name those of the instantiated one."""
+    class FollowingGraph(base):
+        """Keeps the captured graph, to build it anew."""
 
         def __init__(self, keep_graph: bool = False) -> None:
             super().__init__(keep_graph=True)
-            self._switches = Switches({})
+            self._launches = Launches(0, {})
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
             super().capture_begin(*args, **kwargs)
@@ -240,23 +196,19 @@ def switched(base: Any) -> Any:
         def capture_end(self) -> None:
             nodes, state.recording = state.recording, None
             super().capture_end()
-            self._switches = Switches(nodes or {})
+            self._launches = Launches(self.raw_cuda_graph(), nodes or {})
             self.instantiate()
-            self._switches.rehearse(self.raw_cuda_graph_exec)
-
-        def instantiate(self) -> None:
-            super().instantiate()
-            self._switches.forget()
+            self._launches.follow(self.raw_cuda_graph(), self.instantiate)
 
         def replay(self) -> None:
-            self._switches.follow(self.raw_cuda_graph_exec)
+            self._launches.follow(self.raw_cuda_graph(), self.instantiate)
             super().replay()
 
-    return SwitchedGraph
+    return FollowingGraph
 
 
 def start() -> str:
-    """Makes every CUDA graph of this process from here on a switched one; "" or why that can't be.
+    """Makes every CUDA graph of this process from here on a following one; "" or why that can't be.
 
     Not while memory comes from another pool than torch's own: it captures a graph.
     """
@@ -264,7 +216,7 @@ def start() -> str:
         return ""
     try:
         driver = CudaDriver()
-        graph = switched(torch.cuda.CUDAGraph)
+        graph = following(torch.cuda.CUDAGraph)
         check(driver, graph)
     except Exception as error:  # whatever it is, launches for nothing are right, too
         return f"{type(error).__name__}: {error}"

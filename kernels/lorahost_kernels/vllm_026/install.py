@@ -159,7 +159,7 @@ def skip_untouched() -> None:
         log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
         record("untouched_modules", "launched", problem, fallback=True)
     else:
-        record("untouched_modules", "skipped", "the driver switches nodes of CUDA graphs")
+        record("untouched_modules", "skipped", "CUDA graphs are built anew without them")
     log_operations()
 
 

@@ -1,4 +1,4 @@
-"""Launches that show whether one of them starts too early, where nodes of a CUDA graph between them are off."""
+"""Launches that show whether one of them starts too early, where a CUDA graph lacks the nodes between them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def waiting_add(x, out, BLOCK: tl.constexpr):
 
 
 class Chain:
-    """`late_copy`, two launches in the hands of `switched`, and a reader.
+    """`late_copy`, two launches in the hands of `optional`, and a reader.
 
     Args:
-        switched: Takes the function that makes the two launches.
+        optional: Takes the function that makes the two launches.
         pdl: Whether the reader is launched so that it may start early, or as most base kernels are.
     """
 
-    def __init__(self, switched: Callable[[Callable[[], object]], object], pdl: bool = False) -> None:
-        self._switched, self._pdl = switched, pdl
+    def __init__(self, optional: Callable[[Callable[[], object]], object], pdl: bool = False) -> None:
+        self._optional, self._pdl = optional, pdl
         self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self.source, self.middle, self.out = (torch.zeros(self.programs * BLOCK, device="cuda") for _ in range(3))
         self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
@@ -64,7 +64,7 @@ class Chain:
     def launch(self) -> None:
         """All launches of the chain."""
         late_copy[(self.programs,)](self.source, self.middle, SPIN, BLOCK, launch_pdl=True)
-        self._switched(self._module)
+        self._optional(self._module)
         if self._pdl:
             waiting_add[(self.programs,)](self.middle, self.out, BLOCK, launch_pdl=True)
         else:
@@ -84,8 +84,8 @@ class Chain:
         torch.cuda.synchronize()
         if (early := int((self.out != self._turn + 1).sum())) > 0:
             return (
-                f"{early} of {self.out.numel()} numbers were read before they were written, behind nodes that are off"
+                f"{early} of {self.out.numel()} numbers were read before they were written, behind nodes that are gone"
             )
         if int(self.count.item()) != self._counted:
-            return f"switched launches ran {self.count.item()} times, not {self._counted}"
+            return f"launches that may be left out ran {self.count.item()} times, not {self._counted}"
         return ""

@@ -1,0 +1,138 @@
+"""The CUDA driver's functions for captured graphs, called by ctypes: PyTorch has none that edits a graph."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+CAPTURE_ACTIVE = 1
+
+Array = Any  # of ctypes
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver has no such function, or it failed; the message says which."""
+
+
+class GraphDriver(Protocol):
+    """What is needed of CUDA graphs; nodes and graphs are the driver's handles."""
+
+    def last_nodes(self, stream: int) -> list[int]:
+        """Nodes that the next launch on a capturing stream will depend on."""
+        ...
+
+    def nodes_before(self, node: int) -> list[int]:
+        """Nodes that a node depends on."""
+        ...
+
+    def copy(self, graph: int) -> int:
+        """A graph of its own, until `destroy`."""
+        ...
+
+    def twin(self, node: int, copy: int) -> int:
+        """The node of a copy that stands for one of the graph it was made from."""
+        ...
+
+    def remove(self, graph: int, nodes: Iterable[int]) -> None:
+        """Takes nodes out of a graph: what came behind one of them waits for the end of what came before it."""
+        ...
+
+    def fill(self, graph: int, content: int) -> None:
+        """Replaces all nodes of a graph by those of another, which stays as it is."""
+        ...
+
+    def destroy(self, graph: int) -> None:
+        """Frees a copy."""
+        ...
+
+
+class CudaDriver:
+    """`GraphDriver` by libcuda; raises DriverError. The functions with edge data came with CUDA 12.3."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+            self._capture_info = library.cuStreamGetCaptureInfo_v3
+            self._before = library.cuGraphNodeGetDependencies_v2
+            self._behind = library.cuGraphNodeGetDependentNodes_v2
+            self._add_edges = library.cuGraphAddDependencies_v2
+            self._clone, self._find = library.cuGraphClone, library.cuGraphNodeFindInClone
+            self._nodes, self._add_graph = library.cuGraphGetNodes, library.cuGraphAddChildGraphNode
+            self._destroy_node, self._destroy_graph = library.cuGraphDestroyNode, library.cuGraphDestroy
+        except (OSError, AttributeError) as error:
+            raise DriverError(str(error)) from error
+
+    def last_nodes(self, stream: int) -> list[int]:
+        status, graph, edges = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        number, nodes, count = ctypes.c_uint64(), ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        _check(
+            self._capture_info,
+            ctypes.c_void_p(stream), *map(ctypes.byref, (status, number, graph, nodes, edges, count)),
+        )  # fmt: skip
+        if status.value != CAPTURE_ACTIVE:
+            raise DriverError(f"the stream is not being captured (status {status.value})")
+        return _handles(nodes, count.value)
+
+    def nodes_before(self, node: int) -> list[int]:
+        return self._neighbours(self._before, node)
+
+    def copy(self, graph: int) -> int:
+        found = ctypes.c_void_p()
+        _check(self._clone, ctypes.byref(found), ctypes.c_void_p(graph))
+        return int(found.value or 0)
+
+    def twin(self, node: int, copy: int) -> int:
+        found = ctypes.c_void_p()
+        _check(self._find, ctypes.byref(found), ctypes.c_void_p(node), ctypes.c_void_p(copy))
+        return int(found.value or 0)
+
+    def remove(self, graph: int, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            before = self.nodes_before(node)
+            for behind in self._neighbours(self._behind, node):
+                new = [b for b in before if b not in self.nodes_before(behind)]
+                # no edge data: each edge waits for the end of a node, as behind launches that may not start early
+                _check(
+                    self._add_edges,
+                    ctypes.c_void_p(graph), _array(new), _array([behind] * len(new)), None, ctypes.c_size_t(len(new)),
+                )  # fmt: skip
+            _check(self._destroy_node, ctypes.c_void_p(node))
+
+    def fill(self, graph: int, content: int) -> None:
+        count = ctypes.c_size_t()
+        _check(self._nodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
+        nodes = (ctypes.c_void_p * count.value)()
+        _check(self._nodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
+        for node in _handles(nodes, count.value):
+            _check(self._destroy_node, ctypes.c_void_p(node))
+        added = ctypes.c_void_p()
+        _check(
+            self._add_graph,
+            ctypes.byref(added), ctypes.c_void_p(graph), None, ctypes.c_size_t(0), ctypes.c_void_p(content),
+        )  # fmt: skip
+
+    def destroy(self, graph: int) -> None:
+        _check(self._destroy_graph, ctypes.c_void_p(graph))
+
+    def _neighbours(self, function: Callable[..., int], node: int) -> list[int]:
+        count = ctypes.c_size_t()
+        _check(function, ctypes.c_void_p(node), None, None, ctypes.byref(count))
+        # an edge's data are 8 bytes
+        nodes, edges = (ctypes.c_void_p * count.value)(), (ctypes.c_uint64 * count.value)()
+        _check(function, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
+        return _handles(nodes, count.value)
+
+
+def _handles(nodes: Array, count: int) -> list[int]:
+    return [int(nodes[i] or 0) for i in range(count)]
+
+
+def _array(nodes: list[int]) -> Array:
+    return (ctypes.c_void_p * len(nodes))(*nodes)
+
+
+def _check(function: Any, *args: Any) -> None:
+    code = function(*args)
+    if code:
+        raise DriverError(f"{function.__name__} failed with CUDA error {code}")
