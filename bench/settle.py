@@ -18,8 +18,8 @@ from typing import Any
 from bench.tuned import AGAINST
 from lorahost_kernels.configs import PROGRAMS
 from lorahost_kernels.tune import plan
+from lorahost_kernels.tune.known import GAIN
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.run import GAIN
 from lorahost_kernels.tune.space import groupings, halves_of
 from lorahost_kernels.tune.writer import FAMILIES, Result, Row, place, point_json, replace_text, text
 from lorahost_kernels.tuned.schema import TunedFile, read

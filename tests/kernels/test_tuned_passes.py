@@ -1,96 +1,18 @@
-"""Further passes of the tuner over its points, on simulated GPUs whose surfaces have minima that one pass ends in."""
+"""Further passes of the tuner over its points: what they find, where they end, and that two runs agree."""
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import random
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
-from tests.kernels.tuned_simulated import SHAPE, Clock, Simulated, doublings, spaces_of, tuner
+from tests.kernels.tuned_simulated import Clock, Simulated, spaces_of
+from tests.kernels.tuned_surfaces import POINTS, Lying, Rugged, Trap, tuned_by
 
-from lorahost_kernels.configs import Config
-from lorahost_kernels.tune import plan, run
 from lorahost_kernels.tune.known import Choice, Key, Record, choice_of
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.search import STEP_GAIN
-from lorahost_kernels.tune.space import Pair, Space, groupings, merged, two_steps
-from lorahost_kernels.tune.state import State
-from lorahost_kernels.tune.writer import Result
-
-SIZES = (1, 4, 16, 64, 256, 1024, 8192)
-POINTS = plan.places(SHAPE, SIZES, ("moe_fused", "dense"))
-
-
-def text(config: Config) -> str:
-    """A half of a candidate without switches that the tuner never moves: a new one must not change the surface."""
-    switches = ("masks", "specialize", "fused_add")
-    shown = ", ".join(f"{name}={value!r}" for name, value in vars(config).items() if name not in switches)
-    return f"{type(config).__name__}({shown})"
-
-
-class Rugged(Simulated):
-    """Each candidate is up to a tenth slower than its distance from the best says; 1 % noise."""
-
-    surface = ""
-
-    def __init__(self, place: Place, spaces: dict[str, Space], clock: Clock, seed: int = 0) -> None:
-        super().__init__(place, spaces, clock, 0.01)
-        self.random = random.Random(f"{seed} {place}")
-        self.target = functools.cache(super().target)  # type: ignore[method-assign]
-
-    def exact(self, name: str, pair: Pair) -> float:
-        way = pair[0].block_m if pair[0].mode == "list" else None
-        far = sum(doublings(a, b) for a, b in zip(pair, self.target(name, way), strict=True))
-        rough = zlib.crc32(f"{self.surface}{name} ({text(pair[0])}, {text(pair[1])})".encode()) / 2**32
-        return 10 * (1 + 0.1 * far) * (1 + 0.1 * rough) * (1.0 if way == self.best_way else 1.2)
-
-    def cost(self, name: str, pair: Pair) -> float:
-        return self.exact(name, pair) * (1 + self.noise * self.random.uniform(-1, 1))
-
-    def true(self, choice: Choice) -> float:
-        """The family's time without noise."""
-        shrink = next(iter(choice.values()))[0]
-        listed = self.list_time(shrink.block_m if shrink.mode == "list" else None)
-        return listed + sum(self.exact(name, pair) for name, pair in choice.items())
-
-
-class Lying(Rugged):
-    """Single candidates' times are up to a third off; only the turns are true."""
-
-    def cost(self, name: str, pair: Pair) -> float:
-        return self.exact(name, pair)
-
-    def measure(self, work: Sequence[tuple[Key, Pair]], until: float) -> list[float]:
-        return [t * self.random.uniform(0.67, 1.33) for t in super().measure(work, until)]
-
-
-class Trap(Simulated):
-    """Slower with each step away from the default, but for some candidates: `deep`, a fifth faster."""
-
-    def __init__(self, place: Place, spaces: dict[str, Space], clock: Clock) -> None:
-        super().__init__(place, spaces, clock)
-        self.deep: dict[str, Pair] = {}
-
-    def cost(self, name: str, pair: Pair) -> float:
-        base = self.spaces[name].default(pair[0].block_m if pair[0].mode == "list" else None)
-        far = sum(doublings(a, b) for a, b in zip(pair, base, strict=True))
-        return 8.0 if pair == self.deep.get(name) else 10 * (1 + 0.2 * far)
-
-
-def tuned_by(
-    todo: Sequence[Place], bench: Callable[[Place], Simulated], clock: Clock, deadline: float = 1e9
-) -> tuple[list[Result], list[str]]:
-    """(all results in the order of their coming, lines said) of a run that leaves no point."""
-    results: list[Result] = []
-    tuned, said = tuner(clock)
-    assert tuned.tune(todo, bench, deadline, results.append) == []
-    return results, said
+from lorahost_kernels.tune.space import Pair, groupings, merged, two_steps
 
 
 def test_two_steps_at_once_leave_a_minimum_that_single_steps_end_in() -> None:
@@ -258,88 +180,6 @@ def test_two_runs_end_at_the_same_times() -> None:
 def test_two_runs_end_at_the_same_times_on_other_surfaces(monkeypatch: pytest.MonkeyPatch, surface: str) -> None:
     monkeypatch.setattr(Rugged, "surface", surface)
     assert apart()[1] <= 1.03
-
-
-def test_a_run_that_is_stopped_in_a_further_pass_goes_on_there(tmp_path: Path) -> None:
-    clock, todo = Clock(), POINTS[:6]
-    path = tmp_path / "x.state"
-    state = State(path, {})
-
-    def bench(place: Place) -> Rugged:
-        return Rugged(place, spaces_of(place), clock)
-
-    def stopping(result: Result) -> None:
-        state.add(result)
-        if (result.place, result.passes) == (todo[2], 2):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tuner(clock)[0].tune(todo, bench, 1e9, stopping)
-    again = State(path, {})
-    assert again.results == state.results
-    assert [(r.place, r.passes) for r in again.results] == [*zip(todo, (2, 2, 2, 1, 1, 1), strict=True)]
-    before = {r.place: bench(r.place).true(choice_of(r)) for r in again.results}
-    tuned, said = tuner(clock)
-    for result in again.results:
-        tuned.resume(result)
-    later: list[Result] = []
-
-    def keeping(result: Result) -> None:
-        again.add(result)
-        later.append(result)
-
-    assert tuned.tune(todo, bench, 1e9, keeping) == []
-    assert [(r.place, r.passes) for r in later[:3]] == [(p, 2) for p in todo[3:]]
-    assert said[0].startswith(f"[pass 2, 1/3] {todo[3]}: ")
-    # then the others too, since what was timed at them is forgotten
-    third = [r.place for r in later if r.passes == 3]
-    assert {*todo[:3]} <= {*third}
-    assert third == [p for p in todo if p in third]
-    assert [r.place for r in again.results] == todo
-    for result in again.results:
-        assert bench(result.place).true(choice_of(result)) <= before[result.place] * (1 + STEP_GAIN)
-
-
-def test_a_state_from_before_further_passes_is_read(tmp_path: Path) -> None:
-    clock, path = Clock(), tmp_path / "x.state"
-    results, _ = tuned_by(POINTS[:1], lambda p: Simulated(p, spaces_of(p), clock), clock, 20.0)
-    State(path, {}).add(results[0])
-    old = json.loads(path.read_text())
-    del old["results"][0]["passes"]
-    path.write_text(json.dumps(old))
-    state = State(path, {})
-    assert [(r.place, r.passes, r.rows) for r in state.results] == [(POINTS[0], 1, results[0].rows)]
-
-
-@pytest.mark.parametrize("budget", [70.0, 150.0, 175.5, 210.0, 300.0, 380.0])
-def test_no_pass_goes_beyond_the_budget(budget: float) -> None:
-    clock, todo = Clock(), POINTS
-    last = budget - run.SECONDS_OF_VERDICT
-
-    class Slow(Rugged):
-        def measure(self, work: Sequence[tuple[Key, Pair]], until: float) -> list[float]:
-            assert until <= last
-            return super().measure(work, until)
-
-        def turns(self, choices: Sequence[Choice]) -> list[list[float]]:
-            assert len(choices) <= 4
-            clock.now += 0.5 * len(choices)
-            return super().turns(choices)
-
-    results: list[Result] = []
-    tuned, said = tuner(clock)
-    left = tuned.tune(todo, lambda p: Slow(p, spaces_of(p), clock), budget, results.append)
-    assert clock.now <= budget
-    done = {r.place for r in results}
-    assert left == [p for p in todo if p not in done]
-    # a pass that is cut begins with the points that are worth most
-    number = max(r.passes for r in results)
-    places = [r.place for r in results if r.passes == number]
-    assert places == [p for p in todo if p in places]
-    assert all(f"[pass {r.passes}, " in line for r, line in zip(results, said, strict=True))
-    assert max(map(len, said)) < 120
-    # what is left of a budget is used
-    assert clock.now > budget - run.SECONDS_A_POINT - 0.1
 
 
 def test_what_was_timed_before_is_scaled_and_what_was_cut_is_forgotten() -> None:

@@ -4,68 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from tests.unit.bench_rows import write
+from tests.unit.bench_together_run import CLOSED, NAMES, POINT, SOLO, Bench
 
-from lorahost.bench import chart, compare, rows, together_plan, together_report
-from lorahost.bench.loads import Load
-from lorahost.bench.point import Point, to_arguments
+from lorahost.bench import chart, compare, together_plan
 from lorahost.bench.rows import Row
-from lorahost.bench.together import Outcome, Together, main, report
-from lorahost.bench.together_options import Options
-from lorahost.bench.together_plan import Job, Spec
-from lorahost.cli import main as command_line
+from lorahost.bench.together import report
+from lorahost.bench.together_plan import Job
 
-ROOT = Path(__file__).parents[2]
-CLOSED, SOLO = Load(concurrency=16), Load(concurrency=1)
-POINT = Point("ours", loads=(CLOSED,), repeats=1, benchmark="together", commit="abc1234")
-NAMES = "base,stock:marlin,ours"
 POINT_EXTRA = {"kv_cache_memory_bytes": 2_500_000_000, "gpu_memory_utilization": 0.2}
-
-
-class Bench:
-    """A run in a folder; what it says is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.out = folder / "rows.csv"
-        self.said: list[str] = []
-        self.started: list[str] = []
-
-    def made(
-        self, point: Point = POINT, clock: Callable[[], float] = time.monotonic, extra: Any = None, **more: Any
-    ) -> Together:
-        given: dict[str, Any] = {
-            "paths": NAMES, "base_loads": "", "kv_bytes": 2.5e9, "utilization": 0.2, "start_limit": 300.0,
-            "limit": 600.0, "logs": "", "probe": False, "reference": "stock:marlin", "alternations": 2,
-            "out": self.out, "work": self.folder / "work",
-            "extra_of": [f"{name}={json.dumps(value)}" for name, value in (extra or {}).items()], "slots_of": [],
-            "spec_of": [],
-        }  # fmt: skip
-        return Together(point, Options.of({**given, **more}), self.said.append, clock)
-
-    def run(self, point: Point = POINT, **more: Any) -> Outcome:
-        return self.made(point, **more).run(self.command)
-
-    def command(self, spec: Spec, folder: Path) -> list[str]:
-        self.started.append(spec.name)
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.unit.bench_stand_in import main; main()"
-        return [sys.executable, "-c", code, *to_arguments(spec.point), "--turns", str(folder)]
-
-    @property
-    def rows(self) -> list[Row]:
-        return rows.read(self.out)
-
-    def text(self) -> str:
-        return "\n".join(self.said)
 
 
 @pytest.fixture
@@ -196,84 +147,6 @@ def test_without_the_reference_s_answers_none_are_compared(bench: Bench) -> None
     assert any("none of the reference stock:marlin" in text for text in outcome.trouble)
 
 
-def test_ratios_are_of_rounds_that_both_have(tmp_path: Path) -> None:
-    specs = together_plan.specs(POINT, "base,stock,ours", {})
-    values = {"base": [200.0, 220.0], "stock": [100.0, 100.0, 400.0], "ours": [150.0, 180.0]}
-    jobs = [Job(CLOSED), Job(CLOSED, base=True)]
-    for turn in together_plan.turns(specs, jobs, 3):
-        mine = values[turn.spec.name]
-        if turn.round <= len(mine):
-            write(tmp_path / "rows.csv", (turn.point, [mine[turn.round - 1] - 50 * turn.job.base], turn.spec.name))
-    text = together_report.table(specs, jobs, rows.read(tmp_path / "rows.csv"))
-    first, second = text.split("closed:16, base traffic")
-    [ours] = [line for line in first.splitlines() if line.startswith("| ours |")]
-    assert ours.startswith("| ours | 2 | 165.0 (150.0 to 180.0) |")
-    # 330 / 420 and, without stock's third round, 330 / 200
-    assert "| 0.786 (0.750 to 0.818) | 1.650 (1.500 to 1.800) |" in ours
-    [stock] = [line for line in first.splitlines() if line.startswith("| stock |")]
-    assert stock.startswith("| stock | 3 | 100.0 (100.0 to 400.0) |")
-    # base traffic is compared with the engine without LoRA
-    [ours] = [line for line in second.splitlines() if line.startswith("| ours |")]
-    assert "| 0.548 (0.500 to 0.591) |" in ours
-    assert together_report.table(specs, jobs, []) == "no rows"
-
-
-def test_a_stalled_round_moves_no_ratio_but_is_seen_in_brackets(tmp_path: Path) -> None:
-    specs = together_plan.specs(POINT, "base,ours", {})
-    values = {"base": [20.0, 200.0, 202.0, 204.0], "ours": [150.0, 150.0, 152.0, 152.0]}
-    for turn in together_plan.turns(specs, [Job(CLOSED)], 4):
-        write(tmp_path / "rows.csv", (turn.point, [values[turn.spec.name][turn.round - 1]], turn.spec.name))
-    lines = together_report.table(specs, [Job(CLOSED)], rows.read(tmp_path / "rows.csv")).splitlines()
-    [base] = [line for line in lines if line.startswith("| base |")]
-    assert base.startswith("| base | 4 | 201.0 (20.0 to 204.0) |")
-    [ours] = [line for line in lines if line.startswith("| ours |")]
-    # 151 / 201; 152 / 204 to 150 / 20
-    assert "| 0.751 (0.745 to 7.500) |" in ours
-
-
-@pytest.mark.parametrize(
-    ("paths", "extras", "message"),
-    [
-        ("base,lora-base", {}, r"paths 'lora-base': must be \[NAME=\]PATH"),
-        ("base,../x=ours", {}, r"paths '../x=ours': must be"),
-        ("ours,ours", {}, "'ours' is there twice"),
-        ("ours,again=ours", {}, "nothing in their rows would tell 'ours' and 'again' apart"),
-        ("ours", {"stock": {}}, "extra-of 'stock': no engine of this name; there are ours"),
-    ],
-)
-def test_impossible_engines_are_refused(paths: str, extras: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        together_plan.specs(POINT, paths, extras)
-
-
-def test_engines_have_names_backends_and_arguments_of_their_own() -> None:
-    point = replace(POINT, moe_backend="triton_unfused", extra={"a": 1})
-    found = together_plan.specs(point, "stock:marlin, graphs=ours,ours", {"graphs": {"jit_monitor_mode": "error"}})
-    assert [(s.name, s.point.path, s.point.moe_backend, s.point.extra) for s in found] == [
-        ("stock:marlin", "stock", "marlin", {"a": 1}),
-        ("graphs", "ours", "triton_unfused", {"a": 1, "jit_monitor_mode": "error"}),
-        ("ours", "ours", "triton_unfused", {"a": 1}),
-    ]
-
-
-def test_engines_may_be_behind_the_server_with_slots_and_speculation_of_their_own() -> None:
-    paths = "stock:marlin@http,few=ours@http,ours,spec=ours"
-    found = together_plan.specs(POINT, paths, {}, {"few": 4}, {"spec": "synthetic", "stock:marlin@http": "ngram"})
-    assert [(s.name, s.file_name, s.point.path, s.point.moe_backend, s.point.via, s.point.slots) for s in found] == [
-        ("stock:marlin@http", "stock-marlin-http", "stock", "marlin", "http", 0),
-        ("few", "few", "ours", "auto", "http", 4),
-        ("ours", "ours", "ours", "auto", "engine", 0),
-        ("spec", "spec", "ours", "auto", "engine", 0),
-    ]
-    assert [(s.point.spec, s.point.alphabet) for s in found] == [
-        ("ngram", 0), ("none", 0), ("none", 0), ("synthetic", 64),
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="slots-of 'many': no engine of this name"):
-        together_plan.specs(POINT, "ours", {}, {"many": 4})
-    with pytest.raises(ValueError, match="spec-of 'many': no engine of this name"):
-        together_plan.specs(POINT, "ours", {}, {}, {"many": "ngram"})
-
-
 def test_an_engine_behind_the_server_is_measured_but_not_probed(bench: Bench) -> None:
     outcome = bench.run(
         paths="base,ours,door=ours@http", base_loads="closed:16", alternations=1, probe=True, reference="ours"
@@ -309,62 +182,3 @@ def test_engines_that_start_together_share_no_files(bench: Bench, monkeypatch: p
 
 def option_of(line: list[str], flag: str) -> str | None:
     return line[line.index(flag) + 1] if flag in line else None
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (["--slots-of", "few=0"], "slots-of 'few=0': must be NAME=N with N >= 1"),
-        (["--slots-of", "8"], "slots-of '8': must be NAME=N"),
-        (
-            ["--spec-of", "ours=eagle"],
-            "spec-of 'ours=eagle': must be NAME=METHOD with a method of none, ngram, synthetic",
-        ),
-        (["--probe", "--spec-of", "ours=synthetic"], "probe: synthetic acceptance makes up its answers"),
-        (["--extra-of", "ours"], "extra-of 'ours': must be NAME=JSON"),
-        (["--extra-of", "ours={1}"], "extra-of 'ours={1}': must be NAME=JSON"),
-        (["--limit", "0"], "limit 0.0: must be above 0"),
-        (["--utilization", "2"], "utilization 2.0: must be above 0 and at most 1"),
-        (["--base-loads", "closed:0"], "load 'closed:0': must be closed:N"),
-        (["--probe", "--reference", "mine"], "reference 'mine': must be one of the engines"),
-        (["--probe", "--spec", "synthetic"], "probe: synthetic acceptance makes up its answers"),
-    ],
-)
-def test_impossible_options_are_refused_by_both_command_lines(
-    line: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(line)
-    assert message in capsys.readouterr().err
-    ran = CliRunner().invoke(command_line, ["bench", "retention", "--together", *line])
-    assert ran.exit_code == 1
-    assert f"error: {message}" in ran.output
-
-
-def test_options_of_the_other_way_are_refused() -> None:
-    ran = CliRunner().invoke(command_line, ["bench", "retention", "--probe"])
-    assert "--probe is only for --together" in ran.output
-    ran = CliRunner().invoke(command_line, ["bench", "retention", "--together", "--variants", "base"])
-    assert "--variants is not for --together" in ran.output
-
-
-def test_both_command_lines_plan_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[list[str]]] = []
-
-    def run(self: Together) -> Outcome:
-        seen.append([self.command(spec, Path("/turns")) for spec in self._specs])
-        return Outcome()
-
-    monkeypatch.setattr(Together, "run", run)
-    line = ["--paths", "stock:marlin,ours", "--requests", "16", "--extra", '{"a": 1}', "--commit", "c"]
-    assert main(line) == 0
-    assert CliRunner().invoke(command_line, ["bench", "retention", "--together", *line]).exit_code == 0
-    assert seen[0] == seen[1]
-    assert seen[0][0][3:5] == ["--path", "stock"]
-
-
-def test_the_bare_command_imports_nothing_but_the_standard_library() -> None:
-    code = "import lorahost.bench.together, sys; print([n for n in sys.argv[1:] if n in sys.modules])"
-    heavy = ["vllm", "torch", "click", "pydantic", "aiohttp", "numpy", "flask", "matplotlib"]
-    done = subprocess.run([sys.executable, "-c", code, *heavy], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lorahost_kernels.tune import search
-from lorahost_kernels.tune.known import CLOSE, WORTH, Choice, Key, Known, Record, choice_of
+from lorahost_kernels.tune.known import CLOSE, GAIN, WORTH, Choice, Key, Known, Record, choice_of
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, merged, two_steps
 
-GAIN = 0.01  # share that a product must gain for its new tiles to be taken
 Measure = Callable[[Sequence[tuple[Key, Pair]], float], list[float]]
 
 

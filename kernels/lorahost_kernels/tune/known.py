@@ -16,6 +16,10 @@ from lorahost_kernels.tune.writer import Result
 NEAR = 6  # bests that a further pass tries: of two points on each side by tokens, of another rank, of other adapters
 WORTH = 1.35  # a grouping whose first candidates take longer than this times the best one's isn't searched
 CLOSE = 1.1  # the same after a search: no two steps make up for more
+# Share that a point must gain over the defaults and what it holds, besides the noise, and a product over its old tiles.
+# One, since a higher one of products loses gains that the point would take, and with a lower one a gain that the point
+# refuses keeps a further pass from moves of two steps.
+GAIN = 0.01
 Key = tuple[str, int | None]  # product, rows per tile
 Choice = Mapping[str, Pair]
 Bests = dict[tuple[str, str, int | None], dict[Place, Pair]]

@@ -11,13 +11,12 @@ from typing import Protocol
 
 from lorahost_kernels.tune import search
 from lorahost_kernels.tune.again import Again
-from lorahost_kernels.tune.known import WORTH, Choice, Key, Known, Record
+from lorahost_kernels.tune.known import GAIN, WORTH, Choice, Key, Known, Record
 from lorahost_kernels.tune.plan import Place, allowance, operations
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, groupings, halves_of, merged
 from lorahost_kernels.tune.writer import Result, Row
 
-GAIN = 0.01  # share that a point must gain over the defaults, and over what it holds, besides the noise
 SECONDS_A_POINT = 6.0  # with less time left no new point is begun
 SECONDS_OF_VERDICT = 3.0  # kept of the budget for the last turns
 
