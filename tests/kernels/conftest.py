@@ -2,9 +2,11 @@
 
 import importlib
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.kernels.fake_cuda import FakeGraph, FakeLibrary, driver_of
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -26,3 +28,17 @@ def poisoned_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     empty = launch.empty_hidden
     monkeypatch.setattr(launch, "empty_hidden", lambda *a: empty(*a).fill_(float("nan")))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    """CUDA graphs without a GPU, as `graph_nodes` finds them."""
+    from lorahost_kernels.vllm_026 import graph_nodes
+
+    found = FakeLibrary()
+    monkeypatch.setattr(FakeGraph, "library", found, raising=False)
+    with pytest.MonkeyPatch.context() as loading:
+        monkeypatch.setattr(graph_nodes, "state", graph_nodes.State(driver_of(found, loading)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found

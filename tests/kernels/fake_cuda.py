@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from typing import Any
 
-from lorahost_kernels.vllm_026 import graph_driver
+from lorahost_kernels.vllm_026 import graph_driver, graph_nodes
 from lorahost_kernels.vllm_026.graph_driver import CudaDriver
+from lorahost_kernels.vllm_026.graph_nodes import run_either, run_for
 
+ROUTER, QKV = 11, 12
+BOTH = frozenset({ROUTER, QKV})
 OK, INVALID = 0, 1
+EARLY = 0x010001  # data of an edge behind which a launch may start early
 FUNCTIONS = {
     "cuStreamGetCaptureInfo_v3": "_capture_info",
     "cuGraphNodeGetDependencies_v2": "_before",
@@ -18,6 +23,8 @@ FUNCTIONS = {
     "cuGraphClone": "_clone",
     "cuGraphNodeFindInClone": "_find",
     "cuGraphGetNodes": "_get_nodes",
+    "cuGraphGetEdges_v2": "_get_edges",
+    "cuGraphChildGraphNodeGetGraph": "_get_child",
     "cuGraphDestroyNode": "_destroy_node",
     "cuGraphAddChildGraphNode": "_add_graph",
     "cuGraphDestroy": "_destroy_graph",
@@ -40,9 +47,10 @@ class FakeLibrary:
 
     def __init__(self) -> None:
         self.graphs: dict[int, dict[int, Node]] = {}
-        self._numbers = itertools.count(1)
+        self._children: dict[int, dict[int, Node]] = {}
+        self._numbers = itertools.count(1 << 40)  # more than 32 bits, as addresses have
         self.capturing: int | None = None
-        self._last: list[int] = []
+        self.last: list[int] = []
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +66,7 @@ class FakeLibrary:
 
     def begin(self) -> int:
         self.capturing = self._new({})
-        self._last = []
+        self.last = []
         return self.capturing
 
     def end(self) -> None:
@@ -67,12 +75,12 @@ class FakeLibrary:
     def launch(self, name: str, early: bool = False) -> None:
         assert self.capturing is not None
         node = next(self._numbers)
-        self.graphs[self.capturing][node] = Node(name, dict.fromkeys(self._last, early))
-        self._last = [node]
+        self.graphs[self.capturing][node] = Node(name, dict.fromkeys(self.last, early))
+        self.last = [node]
 
     def order(self, graph: int) -> list[str]:
-        """Names in an order in which the graph may run."""
-        nodes, done, names = dict(self.graphs[graph]), set(), []
+        """Names in an order in which the graph may run; a child's nodes run as if they were the graph's own."""
+        nodes, done, names = self._flat(graph), set(), []
         while nodes:
             ready = [n for n, node in nodes.items() if node.before.keys() <= done]
             assert ready, "an edge to a node that is gone, or a circle"
@@ -83,8 +91,13 @@ class FakeLibrary:
 
     def edges(self, graph: int) -> set[tuple[str, str, bool]]:
         """(name before, name behind, may start early)."""
-        nodes = self.graphs[graph]
+        nodes = self._flat(graph)
         return {(nodes[b].name, node.name, early) for node in nodes.values() for b, early in node.before.items()}
+
+    def _flat(self, graph: int) -> dict[int, Node]:
+        nodes = self.graphs[graph]
+        [child] = self._children.keys() & nodes.keys() or [None]
+        return dict(nodes if child is None else self._children[child])
 
     def _new(self, nodes: dict[int, Node]) -> int:
         graph = next(self._numbers)
@@ -99,25 +112,40 @@ class FakeLibrary:
         status, _, graph, nodes, _, count = (o._obj for o in out)
         status.value = int(self.capturing is not None)
         if self.capturing is not None:
-            graph.value, count.value = self.capturing, len(self._last)
-            self._kept = (ctypes.c_void_p * len(self._last))(*self._last)
+            graph.value, count.value = self.capturing, len(self.last)
+            self._kept = (ctypes.c_void_p * len(self.last))(*self.last)
             ctypes.pointer(nodes)[0] = ctypes.cast(self._kept, ctypes.POINTER(ctypes.c_void_p))
         return OK
 
-    def _neighbours(self, found: list[int], out: Any, edges: Any, count: Any) -> int:
+    def _give(self, found: dict[int, bool], out: Any, edges: Any, count: Any) -> int:
         if out is not None:
-            assert len(out) == len(edges) == count._obj.value
-            for i, node in enumerate(found):
+            assert len(out) == count._obj.value
+            assert ctypes.sizeof(out) == 8 * len(out)
+            assert edges is None or ctypes.sizeof(edges) == 8 * len(out), "an edge's data are 8 bytes"
+            for i, (node, early) in enumerate(found.items()):
                 out[i] = node
+                if edges is not None:
+                    edges[i] = EARLY * early
         count._obj.value = len(found)
         return OK
 
     def _before(self, node: Any, out: Any, edges: Any, count: Any) -> int:
-        return self._neighbours(list(self._graph_of(_handle(node))[_handle(node)].before), out, edges, count)
+        return self._give(self._graph_of(_handle(node))[_handle(node)].before, out, edges, count)
 
     def _behind(self, node: Any, out: Any, edges: Any, count: Any) -> int:
         of = _handle(node)
-        return self._neighbours([n for n, o in self._graph_of(of).items() if of in o.before], out, edges, count)
+        found = {n: o.before[of] for n, o in self._graph_of(of).items() if of in o.before}
+        return self._give(found, out, edges, count)
+
+    def _get_edges(self, graph: Any, before: Any, behind: Any, edges: Any, count: Any) -> int:
+        nodes = self._children.get(_handle(graph)) or self.graphs.get(_handle(graph), {})
+        found = [(b, n, early) for n, node in nodes.items() for b, early in node.before.items()]
+        count._obj.value = len(found)
+        if before is not None:
+            assert ctypes.sizeof(before) == ctypes.sizeof(behind) == ctypes.sizeof(edges) == 8 * len(found)
+            for i, (b, n, early) in enumerate(found):
+                before[i], behind[i], edges[i] = b, n, EARLY * early
+        return OK
 
     def _add_edges(self, graph: Any, before: Any, behind: Any, data: None, count: Any) -> int:
         assert data is None, "edges of the usual kind"
@@ -145,22 +173,27 @@ class FakeLibrary:
         return OK if found else INVALID
 
     def _get_nodes(self, graph: Any, out: Any, count: Any) -> int:
-        return self._neighbours(list(self.graphs[_handle(graph)]), out, out, count)
+        return self._give(dict.fromkeys(self.graphs[_handle(graph)], False), out, None, count)
 
     def _destroy_node(self, node: Any) -> int:
         nodes = self._graph_of(_handle(node))
         del nodes[_handle(node)]
+        self._children.pop(_handle(node), None)
         for other in nodes.values():
             other.before.pop(_handle(node), None)
         return OK
 
     def _add_graph(self, out: Any, graph: Any, before: None, count: Any, child: Any) -> int:
-        nodes = self.graphs[_handle(graph)]
-        assert not nodes
+        assert not self.graphs[_handle(graph)]
         assert count.value == 0
-        # a child's nodes run as if they were the graph's own
-        nodes.update(self._copied(self.graphs[_handle(child)]))
-        out._obj.value = next(self._numbers)
+        node = out._obj.value = next(self._numbers)
+        self.graphs[_handle(graph)][node] = Node("child", {})
+        self._children[node] = self._copied(self.graphs[_handle(child)])
+        return OK
+
+    def _get_child(self, node: Any, out: Any) -> int:
+        # a child's handle is its node's here
+        out._obj.value = _handle(node)
         return OK
 
     def _destroy_graph(self, graph: Any) -> int:
@@ -171,31 +204,69 @@ class FakeLibrary:
 class FakeGraph:
     """What is used of torch.cuda.CUDAGraph, on `library`."""
 
-    library: FakeLibrary | None = None
+    library: FakeLibrary
 
     def __init__(self, keep_graph: bool = False) -> None:
         assert keep_graph, "the captured graph would be gone"
         self.runs: list[list[str]] = []
         self.instantiated = 0
+        self.pool: object = None
+        self._order: list[str] | None = None
 
-    def capture_begin(self) -> None:
-        assert self.library is not None
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self.pool = pool
         self._graph = self.library.begin()
 
     def capture_end(self) -> None:
-        assert self.library is not None
         self.library.end()
 
     def raw_cuda_graph(self) -> int:
         return self._graph
 
     def instantiate(self) -> None:
+        # PyTorch destroys the one that it has before it makes another, which may fail
+        self._order = None
         self.instantiated += 1
-        assert self.library is not None
         self._order = self.library.order(self._graph)
 
     def replay(self) -> None:
+        assert self._order is not None, "the instantiated graph is gone"
         self.runs.append(self._order)
+
+    def reset(self) -> None:
+        self._order = None
+
+
+def layer(launch: Any) -> None:
+    """Base product, a router's and qkv's LoRA launches, and experts that have two ways."""
+    launch("gemm")
+    run_for(ROUTER, lambda: [launch("router shrink", True), launch("router expand", True)])
+    launch("topk")
+    run_for(QKV, lambda: launch("qkv", True))
+    run_either(QKV, lambda: launch("with", True), lambda: launch("without", True))
+    launch("sum")
+
+
+def one_module(launch: Any) -> None:
+    """A module that has one way, between base products."""
+    launch("gemm")
+    run_for(ROUTER, lambda: launch("router", True))
+    launch("topk")
+
+
+def captured(library: FakeLibrary, call: Callable[[Callable[..., None]], object]) -> Any:
+    """A graph of what `call` launches by the function that it is given."""
+    graph = graph_nodes.following(FakeGraph)()
+    graph.capture_begin()
+    call(library.launch)
+    graph.capture_end()
+    return graph
+
+
+def replayed(graph: Any) -> list[str]:
+    """Names of the launches of one replay."""
+    graph.replay()
+    return list(graph.runs[-1])
 
 
 def driver_of(library: FakeLibrary, monkeypatch: Any) -> CudaDriver:

@@ -88,12 +88,13 @@ class HastyChain(pdl_chain.Chain):
         grid = (self.programs,)
         pdl_chain.late_copy[grid](self.source, self.middle, pdl_chain.SPIN, pdl_chain.BLOCK, launch_pdl=True)
         hasty_add[grid](self.middle, self.out, pdl_chain.BLOCK, launch_pdl=True)
+        torch.add(self.out, 1, out=self.last)
 
 
 def test_the_chain_shows_a_reader_that_does_not_wait() -> None:
     chain = HastyChain(lambda launch: launch())
     graph = capture(chain.launch)
-    assert any("before they were written" in chain.problem(graph.replay, False) for _ in range(20))
+    assert any("before they were written, by reader 1" in chain.problem(graph.replay, False) for _ in range(20))
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["reader", "reader that may start early"])
@@ -115,6 +116,33 @@ def test_what_follows_waits_for_what_was_before(modules: int, pdl: bool) -> None
         touched = turn % 3 == 0
         graph_nodes.set_touched(BOTH, BOTH if touched else frozenset())
         assert chain.problem(graph.replay, touched) == "", turn
+
+
+def test_edges_of_both_kinds_are_copied(driver: CudaDriver) -> None:
+    chain = pdl_chain.Chain(partial(graph_nodes.run_for, MODULE))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.launch()
+    kinds = driver._edge_kinds(graph.raw_cuda_graph())
+    assert len(kinds) == 2, "this chain has launches that may start early, and others"
+    assert kinds[0] >= 2
+    copy = driver.copy(graph.raw_cuda_graph())
+    assert driver._edge_kinds(copy) == kinds
+    driver.destroy(copy)
+
+
+def test_a_hundred_builds_with_replays_in_flight() -> None:
+    out, x = torch.zeros(1 << 20, device=CUDA), torch.ones(1 << 20, device=CUDA)
+    graph = capture(lambda: [out.add_(x), graph_nodes.run_for(MODULE, partial(out.add_, x, alpha=2)), out.add_(x)])
+    out.zero_()
+    want = 0
+    for turn in range(100):
+        touched = turn % 3 == 0
+        graph_nodes.set_touched(BOTH, BOTH if touched else frozenset())
+        graph.replay()
+        want += 4 if touched else 2
+    assert torch.all(out == want)
+    assert graph_nodes.report()["builds"] >= 66
 
 
 def test_one_of_two_ways() -> None:
@@ -145,8 +173,10 @@ def test_many_graphs_follow_alone() -> None:
     for graph in graphs:
         graph.replay()
     assert out.tolist() == [1, 1, 1, 1]
+    assert graph_nodes.report()["graphs"] == 4
     graphs[2].reset()
     del graphs[2]
+    assert graph_nodes.report()["graphs"] == 3
     graph_nodes.set_touched(BOTH, frozenset())
     for graph in graphs:
         graph.replay()

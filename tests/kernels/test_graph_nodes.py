@@ -1,61 +1,32 @@
-"""Launches that replays leave out: the bookkeeping and the graphs, on a driver that only counts."""
+"""Launches that replays leave out: which, and what of it is told."""
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.fake_cuda import FUNCTIONS, FakeGraph, FakeLibrary, driver_of
+from tests.kernels.fake_cuda import (
+    BOTH,
+    FUNCTIONS,
+    QKV,
+    ROUTER,
+    FakeGraph,
+    FakeLibrary,
+    captured,
+    layer,
+    one_module,
+    replayed,
+)  # fmt: skip
 
-from lorahost_kernels.vllm_026 import graph_driver, graph_nodes, install
+from lorahost_kernels.vllm_026 import graph_nodes
 from lorahost_kernels.vllm_026.graph_driver import DriverError
-from lorahost_kernels.vllm_026.graph_nodes import State, run_either, run_for
-from lorahost_kernels.vllm_026.patching import PluginError
-
-ROUTER, QKV = 11, 12
-BOTH = frozenset({ROUTER, QKV})
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    found = FakeLibrary()
-    monkeypatch.setattr(FakeGraph, "library", found)
-    with pytest.MonkeyPatch.context() as loading:
-        monkeypatch.setattr(graph_nodes, "state", State(driver_of(found, loading)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return found
-
-
-def layer(launch: Any) -> None:
-    """Base product, a router's and qkv's LoRA launches, and experts that have two ways."""
-    launch("gemm")
-    run_for(ROUTER, lambda: [launch("router shrink", True), launch("router expand", True)])
-    launch("topk")
-    run_for(QKV, lambda: launch("qkv", True))
-    run_either(QKV, lambda: launch("with", True), lambda: launch("without", True))
-    launch("sum")
-
-
-def captured(cuda: FakeLibrary, call: Any = layer) -> Any:
-    graph = graph_nodes.following(FakeGraph)()
-    graph.capture_begin()
-    call(cuda.launch)
-    graph.capture_end()
-    return graph
-
-
-def replayed(graph: Any) -> list[str]:
-    graph.replay()
-    return list(graph.runs[-1])
-
+from lorahost_kernels.vllm_026.graph_nodes import State, run_for
 
 ALL = ["gemm", "router shrink", "router expand", "topk", "qkv", "with", "sum"]
 
 
 def test_replays_leave_out_what_no_adapter_touches(cuda: FakeLibrary) -> None:
-    graph = captured(cuda)
+    graph = captured(cuda, layer)
     assert replayed(graph) == ALL, "before any adapter has come, each module may be touched"
     for touched, want in (
         ({QKV}, ["gemm", "topk", "qkv", "with", "sum"]),
@@ -68,43 +39,8 @@ def test_replays_leave_out_what_no_adapter_touches(cuda: FakeLibrary) -> None:
         assert graph_nodes.report()["out"] == len(ALL) + 1 - len(want)
 
 
-def test_what_follows_waits_for_the_end_of_what_was_before(cuda: FakeLibrary) -> None:
-    """An edge by which a launch may start early, before its inputs are written, is no edge to another launch."""
-    graph = captured(cuda)
-    graph_nodes.set_touched(BOTH, frozenset())
-    graph.replay()
-    found = cuda.edges(graph.raw_cuda_graph())
-    assert found == {("gemm", "topk", False), ("topk", "without", False), ("without", "sum", False)}
-    graph_nodes.set_touched(BOTH, frozenset({ROUTER}))
-    graph.replay()
-    found = cuda.edges(graph.raw_cuda_graph())
-    assert found == {
-        ("gemm", "router shrink", True),  # as captured
-        ("router shrink", "router expand", True),
-        ("router expand", "topk", False),
-        ("topk", "without", False),
-        ("without", "sum", False),
-    }
-
-
-def test_launches_of_another_stream_are_waited_for_once(cuda: FakeLibrary) -> None:
-    def call(launch: Any) -> None:
-        launch("gemm")
-        run_for(ROUTER, lambda: launch("router", True))
-        # a join: what comes next waits for the product itself, too
-        nodes = cuda.graphs[cuda.capturing or 0]
-        gemm = min(nodes)
-        launch("topk")
-        nodes[max(nodes)].before[gemm] = False
-
-    graph = captured(cuda, call)
-    graph_nodes.set_touched(BOTH, frozenset())
-    assert replayed(graph) == ["gemm", "topk"]
-    assert cuda.edges(graph.raw_cuda_graph()) == {("gemm", "topk", False)}
-
-
 def test_a_graph_is_built_only_for_what_changes_in_it(cuda: FakeLibrary) -> None:
-    graph = captured(cuda)
+    graph = captured(cuda, layer)
     graph_nodes.set_touched(BOTH, frozenset({QKV}))
     graph.replay()
     before = graph.instantiated
@@ -126,26 +62,45 @@ def test_a_graph_without_such_launches_is_left_alone(cuda: FakeLibrary) -> None:
 
 
 def test_copies_are_freed(cuda: FakeLibrary) -> None:
-    graph = captured(cuda)
+    graph, other = captured(cuda, layer), captured(cuda, layer)
     for touched in (BOTH, frozenset(), BOTH, frozenset({QKV})):
         graph_nodes.set_touched(BOTH, touched)
         graph.replay()
-    assert len(cuda.graphs) == 2, "the graph, and what was captured"
+    assert len(cuda.graphs) == 4, "each graph, and what was captured"
+    assert graph_nodes.report()["graphs"] == 2
+    other.reset()
     del graph
     gc.collect()
-    assert len(cuda.graphs) == 1, "PyTorch's own"
+    assert len(cuda.graphs) == 2, "PyTorch's own"
     assert graph_nodes.report()["graphs"] == 0
 
 
-def test_a_build_that_failed_is_not_taken_for_done(cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = captured(cuda)
-    graph_nodes.set_touched(BOTH, frozenset({QKV}))
+def test_a_graph_whose_build_failed_is_never_replayed(cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = captured(cuda, layer)
+    graph_nodes.set_touched(BOTH, BOTH)
+    graph.replay()
     with monkeypatch.context() as broken:
-        broken.setattr(graph, "instantiate", lambda: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                graph.replay()
-    assert replayed(graph) == ["gemm", "topk", "qkv", "with", "sum"]
+        broken.setattr(cuda, "order", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        graph_nodes.set_touched(BOTH, frozenset({QKV}))
+        with pytest.raises(DriverError, match="out of memory; without LORAHOST_SKIP_UNTOUCHED=on"):
+            graph.replay()
+    for touched in (BOTH, frozenset({QKV})):
+        graph_nodes.set_touched(BOTH, touched)
+        with pytest.raises(DriverError, match="can't be replayed"):
+            graph.replay()
+    assert len(graph.runs) == 1
+
+
+def test_the_report_counts_builds(cuda: FakeLibrary) -> None:
+    graph = captured(cuda, layer)
+    before = graph_nodes.report()
+    assert (before["graphs"], before["nodes"], before["out"]) == (1, 5, 1)
+    for touched in (BOTH, frozenset(), frozenset(), BOTH):
+        graph_nodes.set_touched(BOTH, touched)
+        graph.replay()
+    graph._launches.seconds = 0.0034
+    after = graph_nodes.report()
+    assert (after["builds"] - before["builds"], after["build_ms"]) == (2, 3)
 
 
 def test_modules_of_another_engine_keep_what_is_known_of_them(cuda: FakeLibrary) -> None:
@@ -155,14 +110,28 @@ def test_modules_of_another_engine_keep_what_is_known_of_them(cuda: FakeLibrary)
     assert graph_nodes.is_touched(99), "nobody has said that no adapter touches it"
 
 
+@pytest.mark.parametrize("call", [layer, one_module], ids=["two ways", "one way"])
 @pytest.mark.parametrize("name", ["cuGraphClone", "cuGraphDestroyNode", "cuGraphAddDependencies_v2"])
 def test_a_graph_that_cannot_be_built_is_met_at_the_end_of_its_capture(
-    cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str
+    cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str, call: Any
 ) -> None:
     monkeypatch.setattr(FakeLibrary, FUNCTIONS[name], lambda *_: 801)
-    graph_nodes.state.driver = driver_of(cuda, monkeypatch)
-    with pytest.raises(DriverError, match=f"{name} failed with CUDA error 801"):
-        captured(cuda)
+    with pytest.raises(DriverError, match=f"{name} failed with CUDA error 801; without LORAHOST_SKIP_UNTOUCHED=on"):
+        captured(cuda, call)
+    assert graph_nodes.state.recording is None
+
+
+def test_a_capture_takes_what_pytorch_gives_it(cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_nodes.following(FakeGraph)()
+    graph.capture_begin(pool="pool")
+    layer(cuda.launch)
+    graph.capture_end()
+    assert graph.pool == "pool"
+    assert graph.instantiated == 1
+    assert graph._order == ALL, "built before there are requests"
+    monkeypatch.setattr(cuda, "end", lambda: (_ for _ in ()).throw(RuntimeError("capture failed")))
+    with pytest.raises(RuntimeError, match="capture failed"):
+        captured(cuda, layer)
     assert graph_nodes.state.recording is None
 
 
@@ -193,100 +162,3 @@ def test_a_capture_that_nobody_records_has_every_launch(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorder)
     layer(lambda name, early=False: names.append(name))
     assert names == ALL
-
-
-def test_first_and_last_node_of_a_graph(cuda: FakeLibrary) -> None:
-    def call(launch: Any) -> None:
-        run_for(ROUTER, lambda: launch("router"))
-
-    graph = captured(cuda, call)
-    assert replayed(graph) == ["router"]
-    graph_nodes.set_touched(BOTH, frozenset())
-    assert replayed(graph) == []
-
-
-def test_a_fork_is_refused(cuda: FakeLibrary) -> None:
-    def fork() -> None:
-        nodes = cuda.graphs[cuda.capturing or 0]
-        for name in "abc":
-            cuda.launch(name)
-        nodes[max(nodes)].before = dict.fromkeys(sorted(nodes)[1:3], False)
-
-    graph = graph_nodes.following(FakeGraph)()
-    graph.capture_begin()
-    cuda.launch("gemm")
-    with pytest.raises(DriverError, match=r"no chain in a CUDA graph: 2 nodes .* LORAHOST_SKIP_UNTOUCHED=on"):
-        run_for(QKV, fork)
-    graph.capture_end()
-    assert graph_nodes.state.recording is None
-
-
-class TestStart:
-    """Without the driver's functions, or where they don't work, everything is launched, and the reason is known."""
-
-    @pytest.fixture(autouse=True)
-    def clean(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(graph_nodes, "state", State())
-        monkeypatch.setattr(install, "kernels", {})
-        monkeypatch.setattr(install, "operations", {"shrink": "triton", "expand": "triton"})
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "on")
-
-    def test_missing_library(self, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture) -> None:
-        def missing(name: str) -> None:
-            raise OSError(f"{name}: cannot open shared object file")
-
-        monkeypatch.setattr(graph_driver.ctypes, "CDLL", missing)
-        install.skip_untouched()
-        found = install.kernels["untouched_modules"]
-        assert (found["path"], found["fallback"]) == ("launched", True)
-        assert "libcuda.so.1: cannot open" in found["reason"]
-        assert "libcuda.so.1: cannot open" in plugin_log.text
-        assert graph_nodes.state.driver is None
-
-    def test_old_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(graph_driver.ctypes, "CDLL", lambda _: SimpleNamespace())
-        install.skip_untouched()
-        assert "cuStreamGetCaptureInfo_v3" in install.kernels["untouched_modules"]["reason"]
-
-    def test_driver_that_leaves_nothing_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def check(*_: Any) -> None:
-            raise DriverError("counted [1, 2, 3]")
-
-        monkeypatch.setattr(graph_nodes, "CudaDriver", SimpleNamespace)
-        monkeypatch.setattr(graph_nodes, "check", check)
-        install.skip_untouched()
-        assert install.kernels["untouched_modules"]["fallback"] is True
-        assert graph_nodes.state.driver is None
-
-    def test_working_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(graph_nodes, "CudaDriver", SimpleNamespace)
-        monkeypatch.setattr(graph_nodes, "check", lambda *_: None)
-        install.skip_untouched()
-        found = install.kernels["untouched_modules"]
-        assert (found["path"], found["fallback"]) == ("skipped", False)
-        assert isinstance(graph_nodes.state.driver, SimpleNamespace)
-        assert issubclass(torch.cuda.CUDAGraph, FakeGraph)
-        made = torch.cuda.CUDAGraph
-        install.skip_untouched()
-        assert torch.cuda.CUDAGraph is made, "a second engine has the same graphs"
-
-    def test_nothing_is_switched_without_our_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(install, "operations", {"shrink": "stock", "expand": "stock"})
-        monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
-        install.skip_untouched()
-        assert install.kernels == {}
-
-    @pytest.mark.parametrize("value", ["off", None])
-    def test_off_is_the_default(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-        monkeypatch.delenv("LORAHOST_SKIP_UNTOUCHED")
-        if value:
-            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
-        monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
-        install.skip_untouched()
-        assert install.kernels == {}
-
-    def test_misspelt(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "no")
-        with pytest.raises(PluginError, match="LORAHOST_SKIP_UNTOUCHED='no' must be on or off"):
-            install.skip_untouched()

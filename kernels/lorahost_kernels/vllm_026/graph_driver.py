@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class GraphDriver(Protocol):
         ...
 
     def copy(self, graph: int) -> int:
-        """A graph of its own, until `destroy`."""
+        """A graph of its own with the same nodes and edges, until `destroy`."""
         ...
 
     def twin(self, node: int, copy: int) -> int:
@@ -58,7 +59,8 @@ class CudaDriver:
             self._behind = library.cuGraphNodeGetDependentNodes_v2
             self._add_edges = library.cuGraphAddDependencies_v2
             self._clone, self._find = library.cuGraphClone, library.cuGraphNodeFindInClone
-            self._nodes, self._add_graph = library.cuGraphGetNodes, library.cuGraphAddChildGraphNode
+            self._nodes, self._edges = library.cuGraphGetNodes, library.cuGraphGetEdges_v2
+            self._add_graph, self._child = library.cuGraphAddChildGraphNode, library.cuGraphChildGraphNodeGetGraph
             self._destroy_node, self._destroy_graph = library.cuGraphDestroyNode, library.cuGraphDestroy
         except (OSError, AttributeError) as error:
             raise DriverError(str(error)) from error
@@ -75,11 +77,12 @@ class CudaDriver:
         return _handles(nodes, count.value)
 
     def nodes_before(self, node: int) -> list[int]:
-        return self._neighbours(self._before, node)
+        return list(self._neighbours(self._before, node))
 
     def copy(self, graph: int) -> int:
         found = ctypes.c_void_p()
         _check(self._clone, ctypes.byref(found), ctypes.c_void_p(graph))
+        self._compare_edges(graph, int(found.value or 0))
         return int(found.value or 0)
 
     def twin(self, node: int, copy: int) -> int:
@@ -91,7 +94,10 @@ class CudaDriver:
         for node in nodes:
             before = self.nodes_before(node)
             for behind in self._neighbours(self._behind, node):
-                new = [b for b in before if b not in self.nodes_before(behind)]
+                has = self._neighbours(self._before, behind)
+                if any(has.get(b) for b in before):
+                    raise DriverError("a launch may start before one has ended that it must wait for by another way")
+                new = [b for b in before if b not in has]
                 # no edge data: each edge waits for the end of a node, as behind launches that may not start early
                 _check(
                     self._add_edges,
@@ -102,26 +108,46 @@ class CudaDriver:
     def fill(self, graph: int, content: int) -> None:
         count = ctypes.c_size_t()
         _check(self._nodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
-        nodes = (ctypes.c_void_p * count.value)()
+        nodes = _room(count)
         _check(self._nodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
         for node in _handles(nodes, count.value):
             _check(self._destroy_node, ctypes.c_void_p(node))
-        added = ctypes.c_void_p()
+        added, child = ctypes.c_void_p(), ctypes.c_void_p()
         _check(
             self._add_graph,
             ctypes.byref(added), ctypes.c_void_p(graph), None, ctypes.c_size_t(0), ctypes.c_void_p(content),
         )  # fmt: skip
+        _check(self._child, added, ctypes.byref(child))
+        self._compare_edges(content, int(child.value or 0))
 
     def destroy(self, graph: int) -> None:
         _check(self._destroy_graph, ctypes.c_void_p(graph))
 
-    def _neighbours(self, function: Callable[..., int], node: int) -> list[int]:
+    def _neighbours(self, function: Callable[..., int], node: int) -> dict[int, int]:
+        """Nodes by their handles, and the data of the edge to each: 0 where it waits for the end."""
         count = ctypes.c_size_t()
         _check(function, ctypes.c_void_p(node), None, None, ctypes.byref(count))
-        # an edge's data are 8 bytes
-        nodes, edges = (ctypes.c_void_p * count.value)(), (ctypes.c_uint64 * count.value)()
+        nodes, edges = _room(count), _room(count, ctypes.c_uint64)
         _check(function, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
-        return _handles(nodes, count.value)
+        return dict(zip(_handles(nodes, count.value), edges, strict=True))
+
+    def _compare_edges(self, graph: int, copy: int) -> None:
+        # what copies keep of an edge's data is not in the driver's documentation
+        kinds, copied = self._edge_kinds(graph), self._edge_kinds(copy)
+        if kinds != copied:
+            raise DriverError(f"a copied graph has edges of other kinds: {dict(copied)} instead of {dict(kinds)}")
+
+    def _edge_kinds(self, graph: int) -> Counter[int]:
+        count = ctypes.c_size_t()
+        _check(self._edges, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
+        before, behind, data = _room(count), _room(count), _room(count, ctypes.c_uint64)
+        _check(self._edges, ctypes.c_void_p(graph), before, behind, data, ctypes.byref(count))
+        return Counter(data)
+
+
+def _room(count: ctypes.c_size_t, kind: Any = ctypes.c_void_p) -> Array:
+    # an edge's data are 8 bytes
+    return (kind * count.value)()
 
 
 def _handles(nodes: Array, count: int) -> list[int]:

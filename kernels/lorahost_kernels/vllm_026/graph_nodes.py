@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 CHECKS = 40  # replays
 MOST_NODES = 64  # of one module's launches
+ADVICE = "without LORAHOST_SKIP_UNTOUCHED=on launches are never left out of a CUDA graph"
 
 
 Key = tuple[int, bool]
@@ -107,7 +109,7 @@ def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int
         if len(last) != 1 or len(nodes) == MOST_NODES:
             raise DriverError(
                 f"a module's launches are no chain in a CUDA graph: {len(last)} nodes in one place after {len(nodes)}; "
-                "without LORAHOST_SKIP_UNTOUCHED=on they are always launched"
+                + ADVICE
             )
         nodes += last
         last = driver.nodes_before(last[0])
@@ -124,31 +126,41 @@ class Launches:
     def __init__(self, graph: int, nodes: dict[Key, list[int]]) -> None:
         self._nodes: dict[Key, list[int]] = {}
         self._out: frozenset[Key] = frozenset()
-        self._seen: object = self
+        self._seen, self._broken = object(), False
         self.builds, self.seconds = 0, 0.0
         if not nodes or state.driver is None:
             return
-        self._whole = state.driver.copy(graph)
-        weakref.finalize(self, state.driver.destroy, self._whole).atexit = False  # the driver may be gone by then
-        self._nodes = {key: [state.driver.twin(n, self._whole) for n in found] for key, found in nodes.items()}
-        # one that can't be built is met before there are requests
-        state.driver.destroy(self._without(state.driver, frozenset(self._nodes)))
+        with advised():
+            self._whole = state.driver.copy(graph)
+            weakref.finalize(self, state.driver.destroy, self._whole).atexit = False  # the driver may be gone by then
+            self._nodes = {key: [state.driver.twin(n, self._whole) for n in found] for key, found in nodes.items()}
+            # one that can't be built is met before there are requests
+            state.driver.destroy(self._without(state.driver, frozenset(self._nodes)))
         _all.add(self)
 
-    def follow(self, graph: int, instantiate: Callable[[], object]) -> None:
-        """Builds and instantiates the graph anew if other launches are to be left out than it lacks."""
+    def follow(self, graph: int, instantiate: Callable[[], object]) -> bool:
+        """Builds and instantiates the graph anew if other launches are to be left out than it lacks.
+
+        Returns:
+            Whether it did. After a build that failed every call raises DriverError: no instantiated graph is left.
+        """
+        if self._broken:
+            raise DriverError("a CUDA graph could not be built anew before, and can't be replayed")
         if state.untouched is self._seen or state.driver is None:
-            return
+            return False
         untouched, began = state.untouched, time.perf_counter()
         out = frozenset(key for key in self._nodes if is_touched(key[0]) != key[1])
-        if out != self._out:
-            kept = self._without(state.driver, out)
-            state.driver.fill(graph, kept)
-            state.driver.destroy(kept)
-            instantiate()
+        if changed := out != self._out:
+            self._broken = True
+            with advised():
+                kept = self._without(state.driver, out)
+                state.driver.fill(graph, kept)
+                state.driver.destroy(kept)
+                instantiate()
             self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began
-        # last: a build that failed must not be taken for done by the next replay
+            self._broken = False
         self._seen, self._out = untouched, out
+        return changed
 
     def _without(self, driver: GraphDriver, out: frozenset[Key]) -> int:
         copy = driver.copy(self._whole)
@@ -158,6 +170,15 @@ class Launches:
     def counts(self) -> tuple[int, int]:
         """(noted nodes, those that are left out)."""
         return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._out)
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Gives an error the name of the setting that asks for such graphs."""
+    try:
+        yield
+    except Exception as error:
+        raise DriverError(f"{error}; {ADVICE}") from error
 
 
 _all: weakref.WeakSet[Launches] = weakref.WeakSet()
@@ -197,8 +218,12 @@ def following(base: Any) -> Any:
             nodes, state.recording = state.recording, None
             super().capture_end()
             self._launches = Launches(self.raw_cuda_graph(), nodes or {})
-            self.instantiate()
-            self._launches.follow(self.raw_cuda_graph(), self.instantiate)
+            if not self._launches.follow(self.raw_cuda_graph(), self.instantiate):
+                self.instantiate()
+
+        def reset(self) -> None:
+            super().reset()
+            self._launches = Launches(0, {})
 
         def replay(self) -> None:
             self._launches.follow(self.raw_cuda_graph(), self.instantiate)

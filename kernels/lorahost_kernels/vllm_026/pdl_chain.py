@@ -44,17 +44,20 @@ def waiting_add(x, out, BLOCK: tl.constexpr):
 
 
 class Chain:
-    """`late_copy`, two launches in the hands of `optional`, and a reader.
+    """`late_copy`, two launches in the hands of `optional`, a reader; and again `late_copy` and a reader without them.
 
     Args:
         optional: Takes the function that makes the two launches.
-        pdl: Whether the reader is launched so that it may start early, or as most base kernels are.
+        pdl: Whether the first reader is launched so that it may start early, or as most base kernels are; the second is
+            launched the other way, so that one graph has edges of both kinds.
     """
 
     def __init__(self, optional: Callable[[Callable[[], object]], object], pdl: bool = False) -> None:
         self._optional, self._pdl = optional, pdl
         self.programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        self.source, self.middle, self.out = (torch.zeros(self.programs * BLOCK, device="cuda") for _ in range(3))
+        self.source, self.middle, self.out, self.late, self.last = (
+            torch.zeros(self.programs * BLOCK, device="cuda") for _ in range(5)
+        )
         self.count = torch.zeros(1, device="cuda", dtype=torch.int32)
         self._turn, self._counted = 0, 0
         self.launch()
@@ -65,14 +68,21 @@ class Chain:
         """All launches of the chain."""
         late_copy[(self.programs,)](self.source, self.middle, SPIN, BLOCK, launch_pdl=True)
         self._optional(self._module)
-        if self._pdl:
-            waiting_add[(self.programs,)](self.middle, self.out, BLOCK, launch_pdl=True)
-        else:
-            torch.add(self.middle, 1, out=self.out)
+        self._read(self.middle, self.out, self._pdl)
+        late_copy[(self.programs,)](self.out, self.late, SPIN, BLOCK, launch_pdl=True)
+        self._read(self.late, self.last, not self._pdl)
+        # if memory comes from CUDA's own pools this is a node that can't be copied, as an engine's would be
+        torch.empty(1, device="cuda")
 
     def _module(self) -> None:
         for _ in range(2):
             count_up[(1,)](self.count, launch_pdl=True)
+
+    def _read(self, x: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+        if pdl:
+            waiting_add[(self.programs,)](x, out, BLOCK, launch_pdl=True)
+        else:
+            torch.add(x, 1, out=out)
 
     def problem(self, replay: Callable[[], object], touched: bool) -> str:
         """What is wrong with a replay of the captured chain; "" if nothing is. touched: the two launches should run."""
@@ -82,10 +92,9 @@ class Chain:
         torch.cuda.synchronize()
         replay()
         torch.cuda.synchronize()
-        if (early := int((self.out != self._turn + 1).sum())) > 0:
-            return (
-                f"{early} of {self.out.numel()} numbers were read before they were written, behind nodes that are gone"
-            )
+        for number, (out, want) in enumerate(((self.out, self._turn + 1), (self.last, self._turn + 2)), 1):
+            if (early := int((out != want).sum())) > 0:
+                return f"{early} of {out.numel()} numbers were read before they were written, by reader {number}"
         if int(self.count.item()) != self._counted:
             return f"launches that may be left out ran {self.count.item()} times, not {self._counted}"
         return ""
