@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import triton
-from tests.kernels.offline_launches import SHAPES, Call, launched, launches, name_of, pretend_pdl
+from tests.kernels.offline_launches import GPUS, SHAPES, Call, launched, launches, name_of
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -78,9 +78,6 @@ def variant(call: Call) -> str:
 def usage(call: Call, capability: int) -> dict[str, int]:
     """Warps, registers, bytes of local memory (spills) and of shared memory on sm_<capability>."""
     options = {k: call.arguments[k] for k in OPTIONS if k in call.arguments}
-    if capability < 90:
-        options["launch_pdl"] = False
-        call = Call(call.kernel, {**call.arguments, "PDL": False})
     compiled = triton.compile(source(call), target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
@@ -99,8 +96,8 @@ def usage(call: Call, capability: int) -> dict[str, int]:
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel at a decode and at prefill batch sizes, for three generations of GPUs."""
-    for capability in (80, 90, 100):
+    """Every kernel at a decode and at prefill batch sizes, for each of GPUS."""
+    for capability in GPUS:
         for product in [name for name in SHAPES if not name.startswith(("swiglu", "topk"))]:
             for tokens in (16, 1600, 8192) if capability == 90 else (16, 8192):
                 yield Case(product, tokens, capability)
@@ -120,14 +117,14 @@ def compile_case(case: Case) -> list[dict[str, int | str]]:
     """Usage of each launch of a case."""
     dtype = "" if case.product == "work list" else DTYPES[case.dtype]
     place = {"case": f"{case.product} {case.tokens} tokens", "arch": f"sm_{case.capability}", "dtype": dtype}
-    calls = launches(case.product, case.tokens, case.dtype)
+    calls = launches(case.product, case.tokens, case.dtype, case.capability)
     return [{"kernel": name_of(call.kernel), **place, **usage(call, case.capability)} for call in calls]
 
 
 def compiled() -> list[dict[str, int | str]]:
     """Usage of all cases, sorted by the record's columns."""
     jobs, spawn = min(8, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn, initializer=pretend_pdl) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         found = [row for rows in pool.map(compile_case, cases()) for row in rows]
     return sorted(found, key=lambda row: [str(row[c]) for c in COLUMNS])
 
@@ -168,7 +165,6 @@ def variants(specialize: bool = False) -> dict[str, int]:
 
 
 def main(what: str) -> None:
-    pretend_pdl()
     if what == "record":
         RECORD.write_bytes(as_csv(compiled()).encode())
     elif what == "compile":

@@ -2,7 +2,8 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -13,14 +14,16 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from lorahost_kernels import ops
-from lorahost_kernels.configs import next_pow2, work_block_m
+from lorahost_kernels.configs import MULTIPROCESSORS, PROGRAMS, next_pow2, work_block_m
 from lorahost_kernels.ops import layer
-from lorahost_kernels.ops.common import replay
+from lorahost_kernels.ops.common import defaults, launch, replay
 from lorahost_kernels.ops.common.routing import Routing, WorkList
 from lorahost_kernels.ops.expert_order.launch import expert_order
 from lorahost_kernels.ops.work_list.launch import build_work_list
 
 SLOTS = 8
+# compute capability -> (multiprocessors, KiB of shared memory that a program may have): A100, L40S, H200, B200
+GPUS = {80: (108, 163), 89: (142, 99), 90: (132, 227), 100: (148, 227)}
 # name -> (product of ops.layer, experts, topk, in, out of each slice, rank); experts None: a dense layer
 SHAPES: dict[str, tuple[str, int | None, int, int, tuple[int, ...], int]] = {
     "gpt-oss-20b gate_up": ("gate_up", 32, 4, 2880, (5760,), 32),
@@ -61,8 +64,29 @@ def recorded(product: Callable[[], object]) -> list[Call]:
     return calls
 
 
-def launches(product: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Call]:
-    """The launches of one product with the default tiles."""
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    """Makes launchers choose what they choose on the GPU of GPUS with this compute capability."""
+    multiprocessors, shared = GPUS[capability]
+    with ExitStack() as stack:
+        # what was chosen on another GPU is not asked for again
+        stack.enter_context(mock.patch.object(launch, "_choices", {}))
+        for module in [m for m in modules() if hasattr(m, "has_pdl")]:
+            stack.enter_context(mock.patch.object(module, "has_pdl", return_value=capability >= 90))
+        programs = PROGRAMS * multiprocessors // MULTIPROCESSORS
+        stack.enter_context(mock.patch.object(defaults, "programs_of", return_value=programs))
+        stack.enter_context(mock.patch.object(defaults, "shared_limit_of", return_value=shared * 1024))
+        yield
+
+
+def launches(product: str, tokens: int, dtype: torch.dtype = torch.bfloat16, capability: int = 90) -> list[Call]:
+    """The launches of one product with the default tiles of a GPU of GPUS."""
+    with pretended(capability):
+        return product_launches(product, tokens, dtype)
+
+
+def product_launches(product: str, tokens: int, dtype: torch.dtype) -> list[Call]:
+    """The launches of one product on the GPU that is pretended."""
     ids, gates = meta(tokens, 4, dtype=torch.int32), meta(tokens, 4, dtype=torch.float32)
     if product == "work list":
         routing = Routing(ids[:, 0], meta(SLOTS + 1, dtype=torch.int32), 32, ids)
@@ -133,9 +157,3 @@ def launched() -> set[str]:
     called = used_by(kernel.fn for kernel in kernels)
     by_launchers = used_by(v for v in here if isinstance(v, FunctionType))
     return {name_of(kernel) for kernel in (kernels - called) | by_launchers}
-
-
-def pretend_pdl() -> None:
-    """Makes launchers choose what they choose on a GPU with programmatic dependent launch."""
-    for module in [m for m in modules() if hasattr(m, "has_pdl")]:
-        module.has_pdl = lambda device: True  # type: ignore[attr-defined]
