@@ -23,9 +23,9 @@ import triton
 from bench import cases
 from bench.csv_rows import append
 from bench.providers import Ours, Provider, Stock
-from bench.timing import Spread, graph_us, relative_error
 from lorahost_kernels.ops.common import naive
 from lorahost_kernels.ops.common.routing import slice_columns, unweighted
+from lorahost_kernels.tune.timing import Spread, graph_us, relative_error
 
 LIMIT = 5e-3
 DEVICE = torch.device("cuda")

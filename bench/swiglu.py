@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bench import cases
-from bench.timing import Spread, graph_us, relative_error
 from lorahost_kernels.configs import ExpandConfig, cdiv, work_block_m
 from lorahost_kernels.ops.common.routing import Routing
 from lorahost_kernels.ops.expand_swiglu import naive
@@ -27,6 +26,7 @@ from lorahost_kernels.ops.expand_swiglu.launch import expand_swiglu
 from lorahost_kernels.ops.gate_up_expand.launch import gate_up_expand
 from lorahost_kernels.ops.gate_up_shrink.launch import gate_up_shrink
 from lorahost_kernels.ops.work_list.launch import build_work_list
+from lorahost_kernels.tune.timing import Spread, graph_us, relative_error
 from lorahost_kernels.tuned.legal import unsafe
 
 ALPHA, LIMIT = 1.702, 7.0

@@ -22,11 +22,10 @@ from torch.nn.functional import linear
 from bench import cases
 from bench.csv_rows import append
 from bench.kernels import COLUMNS, DEVICE, DTYPE, LIMIT, SLOTS, TURNS, Result, reference, revision, rows
-from bench.timing import Spread, relative_error
 from lorahost_kernels.configs import work_block_m
 from lorahost_kernels.ops import layer as ops
 from lorahost_kernels.ops.work_list.launch import build_work_list
-from lorahost_kernels.tune.timing import capture, replay_us, spread
+from lorahost_kernels.tune.timing import Spread, capture, relative_error, replay_us, spread
 from lorahost_kernels.vllm_026 import graph_nodes
 
 LAYERS = 24

@@ -41,7 +41,7 @@ class Aws:
             import boto3
             from botocore.config import Config
         except ModuleNotFoundError as error:
-            raise DeployError(f"no module {error.name}: pip install 'lorahost[deploy]'") from error
+            raise DeployError(f"no module {error.name}: pip install -e '.[deploy]' in a checkout") from error
 
         self._session: Any = boto3.Session(profile_name=profile, region_name=region)
         self._session.events.register("before-parameter-build", _check)

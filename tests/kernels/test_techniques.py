@@ -9,9 +9,9 @@ import torch
 from bench import cases
 from bench.kernels import LIMIT, Result, error_of
 from bench.techniques import TECHNIQUES, Technique, dense_call, line, moe_call
-from bench.timing import Spread
 
 from lorahost_kernels.configs import expand_config, shrink_config
+from lorahost_kernels.tune.timing import Spread
 
 CPU = torch.device("cpu")
 SLOTS, ADAPTERS, SHAPE = 2, 2, cases.MoeShape(2, 2, 32, 16, 1, rank=16)

@@ -83,7 +83,7 @@ def test_candidates_that_do_not_run_are_passed_over() -> None:
 
 def test_the_budget_is_kept_and_every_begun_point_has_a_result() -> None:
     clock = Clock()
-    todo = plan.places(SHAPE, plan.SIZES, ("moe", "dense"))
+    todo = plan.places(SHAPE, plan.VALUE, ("moe", "dense"))
     done: list[Result] = []
     tuned, said = tuner(clock)
     left = tuned.tune(todo, lambda p: Simulated(p, spaces_of(p), clock), 100.0, done.append)

@@ -62,7 +62,7 @@ def test_what_was_not_measured_is_named_and_has_no_bar(tmp_path: Path) -> None:
     found = ids(tmp_path / "a.svg")
     assert "bar-ours-tuned" not in found
     assert texts(tmp_path / "a.svg").count("not measured") == 2
-    assert "| LoRA, lorahost, tuned configurations | not measured | - | not measured | - | 0 |" in ran.output
+    assert "| LoRA, lorahost, as shipped (tuned tiles) | not measured | - | not measured | - | 0 |" in ran.output
 
 
 def test_without_the_engine_without_lora_there_is_no_floor_and_no_share(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_stalled_round_is_a_bar_s_line_not_its_height(tmp_path: Path) -> None:
             write(tmp_path / "rows.csv", (Point(path, alternation=number + 1), [values[path][number]], f"r-{path}"))
     ran = invoke(tmp_path / "rows.csv", "--out", tmp_path / "a.svg")
     assert "| no LoRA | 201.0 (20.0 to 204.0) | 100% |" in ran.output
-    assert "default configurations | 151.0 (150.0 to 152.0) | 75% |" in ran.output
+    assert "built-in tiles | 151.0 (150.0 to 152.0) | 75% |" in ran.output
     assert "Bars: median of 4 repeats of 1 engine start each; lines: smallest and largest" in texts(tmp_path / "a.svg")
     # the bar's line in the drawing goes from the stalled round to the largest
     [base, *_] = chart.bars(chart.selected(rows.read(tmp_path / "rows.csv"), []), "ttft_p50_ms")

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tests.unit.bench_rows import write, written
 
-from lorahost.bench import retention, rows, steps
+from lorahost.bench import retention, rows, steps, tables
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point, add_arguments, from_arguments, to_arguments
 from lorahost.bench.together import Outcome, Together
@@ -137,7 +137,7 @@ def test_unknown_variants_are_refused() -> None:
 def test_the_report_gives_shares_of_the_engine_without_lora(tmp_path: Path) -> None:
     plan, out = retention.plan(BASE, ["base", "stock", "ours", "ours:http"], 3, {}), tmp_path / "rows.csv"
     steps.run(plan, out, step=Recorder(), say=lambda _: None)
-    lines = retention.report(rows.read(out)).splitlines()
+    lines = tables.report(rows.read(out)).splitlines()
     [stock] = [line for line in lines if line.startswith("| stock |")]
     assert "| 3 | 100.0 (100.0 to 100.0) |" in stock
     assert "| 0.500 (0.500 to 0.500) | 2.000 (2.000 to 2.000) | 0 |" in stock
@@ -157,12 +157,12 @@ def together(path: Path, *sides: tuple[Point, list[float]]) -> Path:
 def test_one_stalled_round_of_four_moves_no_share_but_is_seen(tmp_path: Path) -> None:
     ours = [150.0, 150.0, 152.0, 152.0]
     found = rows.read(together(tmp_path / "rows.csv", (Point("base"), STALLED), (Point("ours"), ours)))
-    report = retention.report(found)
+    report = tables.report(found)
     assert "| base | 1 | 201.0 (20.0 to 204.0) |" in report
     assert "| 0.751 (0.745 to 7.500) |" in report
-    summary = retention.summary(found)
+    summary = tables.summary(found)
     assert "| no LoRA | 201.0 (20.0 to 204.0) | 100 % |" in summary
-    assert "| lorahost, defaults | 151.0 (150.0 to 152.0) | 75 % |" in summary
+    assert "| lorahost, built-in tiles | 151.0 (150.0 to 152.0) | 75 % |" in summary
     assert "rounds 4" in summary
 
 
@@ -172,23 +172,23 @@ def test_a_summary_tells_engines_of_one_path_apart(tmp_path: Path) -> None:
     few = Point("stock", slots=4)
     bare = [Point("lora-base", kernels="off"), Point("lora-base"), Point("ours"), strict, few, Point("stock")]
     sides = [(point, [100.0 + 10 * place] * 4) for place, point in enumerate([other, Point("base"), *bare])]
-    text = retention.summary(rows.read(together(tmp_path / "rows.csv", *sides)))
+    text = tables.summary(rows.read(together(tmp_path / "rows.csv", *sides)))
     # of the engine without LoRA on vLLM's own choice of backend: 110
     assert [line.split(" | ")[0].strip("| ") + ": " + line.split(" | ")[2] for line in text.splitlines()[4:]] == [
         "no LoRA, triton_unfused: 91 %", "no LoRA: 100 %", "without an adapter: vLLM: 109 %",
-        "without an adapter: lorahost: 118 %", "lorahost, defaults: 127 %",
-        'lorahost, defaults, jit_monitor_mode="error": 136 %', "vLLM, 4 slots: 145 %", "vLLM, 8 slots: 155 %",
+        "without an adapter: lorahost: 118 %", "lorahost, built-in tiles: 127 %",
+        'lorahost, built-in tiles, jit_monitor_mode="error": 136 %', "vLLM, 4 slots: 145 %", "vLLM, 8 slots: 155 %",
     ]  # fmt: skip
-    report = retention.report(rows.read(tmp_path / "rows.csv"))
+    report = tables.report(rows.read(tmp_path / "rows.csv"))
     assert "| lora-base kernels off | 1 | 120.0 (120.0 to 120.0) |" in report
     assert "| lora-base kernels on | 1 | 130.0 (130.0 to 130.0) |" in report
 
 
 def test_without_an_engine_without_lora_the_server_is_compared_with_the_same_engine_alone(tmp_path: Path) -> None:
     sides = ((Point("ours"), [100.0] * 4), (Point("ours", via="http"), [98.0] * 4), (Point("stock"), [50.0] * 4))
-    text = retention.summary(rows.read(together(tmp_path / "rows.csv", *sides)))
+    text = tables.summary(rows.read(together(tmp_path / "rows.csv", *sides)))
     assert "| engine | OTPS | of the engine alone |" in text
-    assert "| lorahost, defaults through HTTP | 98.0 (98.0 to 98.0) | 98 % |" in text
+    assert "| lorahost, built-in tiles through HTTP | 98.0 (98.0 to 98.0) | 98 % |" in text
 
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def test_the_pages_tables_are_those_of_the_rows(
     name: str, conditions: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = [part for condition in conditions for part in ("--where", condition)]
-    assert retention.main([str(ROOT / "bench" / "results" / f"{name}.csv"), *where]) == 0
+    assert tables.main([str(ROOT / "bench" / "results" / f"{name}.csv"), *where]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(lines) > 4
     for page in ["docs/measured.md", *(["README.md"] if name == "retention_spread" else [])]:
@@ -243,7 +243,7 @@ def test_documented_commands_of_engines_together_are_accepted(
 
 def test_a_file_of_other_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        retention.main([str(tmp_path / "none.csv")])
+        tables.main([str(tmp_path / "none.csv")])
     assert "none.csv: No such file" in capsys.readouterr().err
 
 

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 import torch
 from bench import cases, kernels
-from bench.timing import Spread
+
+from lorahost_kernels.tune.timing import Spread
 
 OURS, STOCK = SimpleNamespace(name="lorahost"), SimpleNamespace(name="stock")
 TIMES_US = (10.0, 30.0)

@@ -214,4 +214,4 @@ def test_without_boto3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     error = rejected(f"s3://{BUCKET}/a/", tmp_path)
     assert error.code == "s3_unavailable"
-    assert "pip install lorahost[s3]" in error.message
+    assert "pip install boto3" in error.message

@@ -34,7 +34,7 @@ def local_aws(
     deny: tuple[str, ...],
     quota: tuple[str, ...],
 ) -> None:
-    """Play the AWS services that deployment uses, around real containers; needs lorahost[deploy,local-aws]."""
+    """Play the AWS services that deployment uses, around real containers; needs the extras deploy and local-aws."""
     try:
         import moto.server  # noqa: F401
 
@@ -42,7 +42,7 @@ def local_aws(
         from lorahost_deploy.local.server import LocalAws, running
         from lorahost_deploy.local.state import Conduct
     except ModuleNotFoundError as error:
-        raise DeployError(f"no module {error.name}: pip install 'lorahost[deploy,local-aws]'") from error
+        raise DeployError(f"no module {error.name}: pip install -e '.[deploy,local-aws]' in a checkout") from error
 
     if (container_url is None) != (models_dir is None):
         raise DeployError("--container-url and --models-dir belong together: the server reads adapters from there")

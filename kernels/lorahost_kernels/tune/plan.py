@@ -9,7 +9,6 @@ from lorahost_kernels.configs import Mode
 from lorahost_kernels.tune.space import FusedSpace, Space, groupings
 from lorahost_kernels.tuned.shape import ModelShape
 
-SIZES = tuple(2**i for i in range(14))
 # Tokens of a batch by how much an engine gains from them: usual decode and prefill steps, then what lies between.
 VALUE = (16, 1, 8192, 2048, 8, 32, 64, 4, 2, 128, 1024, 256, 4096, 512)
 STEPS = 40  # candidates of a typical descent: for the plan's size only

@@ -66,7 +66,7 @@ class S3Store:
             config: Any = importlib.import_module("botocore.config")
         except ImportError as error:
             raise AdapterRejectedError(
-                "src is in S3, but boto3 is not installed here; install it with `pip install lorahost[s3]`",
+                "src is in S3, but boto3 is not installed here; `pip install boto3`",
                 code="s3_unavailable",
                 param="src",
             ) from error

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from lorahost.bench import compare, floor
+from lorahost.bench.formatting import markdown, short
 from lorahost.bench.loads import Load
 from lorahost.bench.rows import POINT, Row, RowsError
 from lorahost.bench.shapes import SHAPES
-from lorahost.bench.tables import markdown, short
 
 # path, name in tables, label under the bar, colour
 BARS = (
     ("base", "no LoRA", "no LoRA", "#6b7677"),
     ("stock", "LoRA, stock vLLM", "LoRA,\nstock vLLM", "#c0504d"),
-    ("ours", "LoRA, lorahost, default configurations", "LoRA,\nlorahost,\ndefaults", "#3d7fc1"),
-    ("ours-tuned", "LoRA, lorahost, tuned configurations", "LoRA,\nlorahost,\ntuned", "#174a7c"),
+    ("ours", "LoRA, lorahost, built-in tiles", "LoRA, lorahost,\nbuilt-in tiles", "#3d7fc1"),
+    ("ours-tuned", "LoRA, lorahost, as shipped (tuned tiles)", "LoRA, lorahost,\nas shipped\n(tuned tiles)", "#174a7c"),
 )
 FLOOR_COLOR = "#b8860b"
 PANELS = (("otps_p50", "output tokens per second and request"), ("ttft_p50_ms", "time to first token, ms (median)"))

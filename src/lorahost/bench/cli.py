@@ -1,4 +1,4 @@
-"""`lorahost bench`: load over HTTP, what LoRA costs, more adapters than slots, charts and comparisons."""
+"""`lorahost bench`: load over HTTP, what LoRA costs, more adapters than slots; `row_commands` has the rest."""
 
 from __future__ import annotations
 
@@ -6,34 +6,28 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from lorahost.bench import compare as comparing
+from lorahost.bench import formatting, row_commands, rows, steps, tables
 from lorahost.bench import retention as retaining
-from lorahost.bench import rows, steps, tables
 from lorahost.bench import slots as slotting
 from lorahost.bench import together as together_run
 from lorahost.bench.loads import Choice, Load
 from lorahost.bench.point import Point
+from lorahost.bench.row_commands import CSV, EXTRA, fail, guarded
 from lorahost.bench.shapes import SHAPES
 from lorahost.bench.together_options import OPTIONS, ROOM, Option, Options, click_arguments
 from lorahost.bench.together_slots import SlotsTogether
 
-CSV = click.Path(dir_okay=False, path_type=Path)
 RESULTS = Path("bench/results")
 
 
 @click.group()
 def bench() -> None:
     """Measure: servers over HTTP, and what LoRA costs on one GPU."""
-
-
-def _fail(message: object) -> NoReturn:
-    click.echo(f"error: {message}", err=True)
-    sys.exit(1)
 
 
 @bench.command()
@@ -84,22 +78,15 @@ def serve(**options: Any) -> None:
         from lorahost.bench import serve_command
         from lorahost.bench.http_client import ServerError
     except ModuleNotFoundError as error:
-        _fail(f"{error}; load over HTTP needs `pip install lorahost[bench]`")
+        fail(f"{error}; load over HTTP needs {EXTRA}")
     try:
         found = serve_command.run(options, lambda line: click.echo(line, err=True))
     except (ServerError, ValueError) as error:
-        _fail(error)
+        fail(error)
     if options["csv_"]:
-        _guarded(lambda: rows.append(options["csv_"], found))
-    click.echo(tables.as_json(found) if options["as_json"] else tables.serve_table(found))
+        guarded(lambda: rows.append(options["csv_"], found))
+    click.echo(formatting.as_json(found) if options["as_json"] else formatting.serve_table(found))
     sys.exit(1 if any(row["errors"] for row in found) else 0)
-
-
-def _guarded(act: Callable[[], Any]) -> Any:
-    try:
-        return act()
-    except (rows.RowsError, steps.StepFailedError, ValueError) as error:
-        _fail(error)
 
 
 def _point(command: Callable[..., None]) -> Callable[..., None]:
@@ -203,7 +190,7 @@ def retention(
     _no_stray_options(together)
     if together:
         out = out or RESULTS / "together.csv"
-        sys.exit(_guarded(lambda: _measure_together({**options, "adapters": adapters, "loads": loads, "out": out})))
+        sys.exit(guarded(lambda: _measure_together({**options, "adapters": adapters, "loads": loads, "out": out})))
     out = out or RESULTS / "retention.csv"
 
     def act() -> None:
@@ -212,9 +199,9 @@ def retention(
         backends = {path: value for path, _, value in pairs}
         _run(retaining.plan(point, variants.split(","), options["alternations"], backends), out, options)
         if not options["only_plan"] and (found := [r for r in steps.read(out) if r["benchmark"] == "retention"]):
-            click.echo(retaining.report(found))
+            click.echo(tables.report(found))
 
-    _guarded(act)
+    guarded(act)
 
 
 def _measure_slots(o: dict[str, Any], path: str, few: int) -> int:
@@ -241,7 +228,7 @@ def slots(adapters: int, slots: int, path: str, choice: Choice, out: Path, toget
     _no_stray_options(together)
     if together:
         given = {**options, "adapters": adapters, "choice": choice, "out": out}
-        sys.exit(_guarded(lambda: _measure_slots(given, path, slots)))
+        sys.exit(guarded(lambda: _measure_slots(given, path, slots)))
 
     def found_rows() -> list[rows.Row]:
         return [row for row in steps.read(out) if row["choice"] == choice]
@@ -260,40 +247,8 @@ def slots(adapters: int, slots: int, path: str, choice: Choice, out: Path, toget
         click.echo(f"{slotting.in_flight(measured, adapters, slots)}\n\n{slotting.report(found)}")
         return all(claim.holds for claim in found)
 
-    sys.exit(0 if _guarded(act) else 1)
+    sys.exit(0 if guarded(act) else 1)
 
 
-@bench.command()
-@click.argument("file", type=CSV)
-@click.option("--out", multiple=True, type=CSV, required=True, help="FILE.svg or FILE.png; may be repeated.")
-@click.option("--where", multiple=True, metavar="COLUMN=VALUE", help="Only these rows; may be repeated.")
-@click.option("--bandwidth", default=4.3, show_default=True, help="TB/s of the byte floor.")
-def chart(file: Path, out: tuple[Path, ...], where: tuple[str, ...], bandwidth: float) -> None:
-    """Draw OTPS and TTFT of the four engines from the rows in FILE, and print the table."""
-    from lorahost.bench import chart as charting
-
-    def act() -> None:
-        found = charting.selected(rows.read(file), where)
-        charting.draw(found, out, bandwidth * 1e12)
-        click.echo(charting.table(found))
-
-    try:
-        _guarded(act)
-    except ModuleNotFoundError as error:
-        _fail(f"{error}; charts need `pip install lorahost[bench]`")
-
-
-@bench.command()
-@click.argument("file_a", type=CSV)
-@click.argument("file_b", type=CSV)
-@click.option("--a", "where_a", multiple=True, metavar="COLUMN=VALUE", help="Only these rows of A; may be repeated.")
-@click.option("--b", "where_b", multiple=True, metavar="COLUMN=VALUE", help="Only these rows of B; may be repeated.")
-def compare(file_a: Path, file_b: Path, where_a: tuple[str, ...], where_b: tuple[str, ...]) -> None:
-    """Ratios B / A with a bootstrap interval; both may be one file with different --a and --b."""
-
-    def act() -> str:
-        left = comparing.chosen(rows.read(file_a), where_a)
-        right = comparing.chosen(rows.read(file_b), where_b)
-        return comparing.text(comparing.compare(left, right))
-
-    click.echo(_guarded(act))
+for command in (row_commands.tables, row_commands.chart, row_commands.compare):
+    bench.add_command(command)

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lorahost.bench.formatting import aligned, short
 from lorahost.bench.rows import POINT, Row, RowsError, number
-from lorahost.bench.tables import aligned, short
 from lorahost.bench.timings import percentile
 
 METRICS = ("otps_p50", "throughput", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")

@@ -21,7 +21,9 @@ PLUGINS = {WEIGHTS: "lorahost.bench.vllm_026.weights:register", "lorahost": "lor
 def prepare(point: Point, work: Path) -> None:
     """Sets this process's environment, which the engine's processes inherit; to be called before vLLM is imported.
 
-    The path decides which plugins are loaded: `base` and `stock` see nothing of this package but random weights.
+    The path decides which plugins are loaded: `base` and `stock` see nothing of this package but random weights. It
+    decides the tiles, too: `ours-tuned` has the tuned ones that are shipped, as a user's server has; `ours` finds an
+    empty folder and takes the built-in ones.
 
     Args:
         point: The step.

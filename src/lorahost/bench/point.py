@@ -183,7 +183,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=32)
     add("--targets", nargs="+", default=[], choices=["attention", "experts", "mlp"])
     add("--choice", default="round-robin", choices=["round-robin", "zipf"], help="whose request is next")
-    add("--config-dir", default="", help="tuned configurations of ours-tuned; empty: those that are shipped")
+    add("--config-dir", default="", help="tuned tiles of ours-tuned; empty: those that are shipped")
     add("--moe-backend", default="auto")
     add(
         "--weights",

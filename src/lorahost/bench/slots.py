@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lorahost.bench import compare
+from lorahost.bench.formatting import markdown, short
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.rows import Row, number
 from lorahost.bench.steps import with_alternations
-from lorahost.bench.tables import markdown, short
 
 IN_FLIGHT = 4
 CLOSED = 16

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lorahost.bench import compare
+from lorahost.bench.formatting import markdown
 from lorahost.bench.rows import Row
-from lorahost.bench.tables import markdown
 from lorahost.bench.together_plan import Job, Spec, owners, rows_of
 
 RATIOS = (("otps_p50", "OTPS"), ("ttft_p50_ms", "TTFT"))

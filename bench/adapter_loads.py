@@ -1,7 +1,7 @@
 """Do adapter loads stall other requests' tokens? Streams run while an adapter is loaded and removed again and again.
 
-`python -m bench.loads --url http://localhost:8080 --src ADAPTER_DIR [--loads 20] [--streams 4]` against a running
-server (`make demo`), prints the time between two tokens with and without loads: median, p99 and the longest.
+`python -m bench.adapter_loads --url http://localhost:8080 --src ADAPTER_DIR [--loads 20] [--streams 4]` against a
+running server (`make demo`), prints the time between two tokens with and without loads: median, p99 and the longest.
 Rows go to bench/results/loads.csv.
 """
 
