@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-Path = Literal["triton", "stock"]
+# this package's kernels, vLLM's own, or on the CPU this package's torch code
+Path = Literal["triton", "stock", "torch"]
 
 # Products that every platform has.
 PRODUCTS = ("gate_up_shrink", "gate_up_expand", "down_shrink", "down_expand", "shrink", "expand")

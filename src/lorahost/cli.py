@@ -11,12 +11,12 @@ from typing import NoReturn
 import click
 
 import lorahost
-from lorahost import client, doctor, logs, preflight, tune_cli
+from lorahost import client, doctor, logs, preflight, settings_page, tune_cli
 from lorahost.bench.cli import bench
 from lorahost.errors import HostError
+from lorahost.exit_codes import ExitCode
 from lorahost.settings import load_settings
 
-EXIT_SETTINGS = 30
 # Groups of the deployment half, with the modules that they are in: the server needs none of what those import.
 DEPLOYMENT = {"deploy": ("lorahost_deploy.cli", "deploy"), "local-aws": ("lorahost_deploy.local.command", "local_aws")}
 
@@ -47,7 +47,7 @@ def serve() -> None:
     try:
         settings = load_settings()
     except HostError as error:
-        _die("settings", error.message, EXIT_SETTINGS)
+        _die("settings", error.message, ExitCode.SETTINGS)
     for finding in preflight.run(settings, os.environ):
         if not finding.ok:
             _die(finding.check, finding.message, finding.exit_code)
@@ -64,15 +64,15 @@ def _die(check: str, message: str, code: int) -> NoReturn:
 
 @main.command("doctor")
 @click.option("--settings", "show_settings", is_flag=True, help="List every setting with its default and meaning.")
-@click.option("--settings-page", is_flag=True, help="Print docs/settings.md.")
+@click.option("--settings-page", "show_page", is_flag=True, help="Print docs/settings.md.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor_(show_settings: bool, settings_page: bool, as_json: bool) -> None:
+def doctor_(show_settings: bool, show_page: bool, as_json: bool) -> None:
     """Say what will run here and why."""
-    if settings_page:
-        click.echo(doctor.settings_page(), nl=False)
+    if show_page:
+        click.echo(settings_page.page(), nl=False)
         return
     if show_settings:
-        click.echo(doctor.settings_table())
+        click.echo(settings_page.table())
         return
     report = doctor.report(os.environ)
     click.echo(json.dumps(report, indent=2) if as_json else doctor.text(report))

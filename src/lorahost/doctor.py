@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import lorahost
-from lorahost import capacity, preflight
-from lorahost.adapters.layout import ModelLayout
+from lorahost import preflight, start_log
+from lorahost.core import Json
 from lorahost.errors import HostError
+from lorahost.exit_codes import ExitCode
 from lorahost.kernel_report import Report, base_config, kernel_report
-from lorahost.settings import ModelChoice, Settings, engine_flags, known_variables, load_settings
+from lorahost.preflight import Finding
+from lorahost.settings import ModelChoice, Settings, engine_flags, load_settings
 
+# checks without which the start can't be tried: what would follow says nothing new
+START_NEEDS = ("model", "engine", "plugin", "device", "driver")
 PACKAGES = ("torch", "triton", "transformers", "flask", "gunicorn", "boto3")
 
 
@@ -25,15 +27,41 @@ def report(environ: Mapping[str, str]) -> dict[str, Any]:
         settings = load_settings(environ)
     except HostError as error:
         return {"ok": False, "checks": [{"check": "settings", "ok": False, "message": error.message}]}
+    flags = engine_flags(environ)
     findings = list(preflight.run(settings, environ))
+    warnings = start_log.warnings(settings, flags)
+    facts: dict[str, Any] = {}
+    if settings.engine == "vllm" and not any(f.check in START_NEEDS and not f.ok for f in findings):
+        finding, facts, crowded = _start(settings, environ, flags.tokens)
+        findings.append(finding)
+        warnings += crowded
     return {
         "ok": all(f.ok for f in findings),
         "versions": versions(),
         "checks": [{"check": f.check, "ok": f.ok, "message": f.message} for f in findings],
-        "adapters": _adapters(settings, environ),
+        "warnings": warnings,
+        "adapters": facts | {"flags": list(flags.tokens)},
         "moe_lora": _moe_lora(),
         "kernels": _kernels(settings, environ),
     }
+
+
+def _start(settings: Settings, environ: Mapping[str, str], tokens: Sequence[str]) -> tuple[Finding, Json, list[str]]:
+    """What the start itself does before there is an engine: whether it goes well, what adapters get, warnings."""
+    from lorahost.engine.vllm_026.plan import foresee
+
+    try:
+        choice = ModelChoice(environ)
+        plan = foresee(settings, choice.model, settings.base_name or choice.name, tokens)
+    except HostError as error:
+        return Finding("start", error.message, ExitCode.START_FAILED), {}, []
+    except Exception as error:
+        return Finding("start", f"{type(error).__name__}: {error}", ExitCode.START_FAILED), {}, []
+    if plan is None:
+        return Finding("start", "vLLM takes its arguments; the base model alone (LORAHOST_LORA=false)"), {}, []
+    architecture = plan.layout.architecture
+    fine = Finding("start", f"vLLM takes its arguments; adapters can be served on {architecture}")
+    return fine, plan.facts(), [plan.warning] if plan.warning else []
 
 
 def versions() -> dict[str, str]:
@@ -48,38 +76,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "-"
     return found
-
-
-def _adapters(settings: Settings, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Memory per slot and per adapter, from the base model's config."""
-    try:
-        model = Path(ModelChoice(environ).model)
-        config = json.loads((model / "config.json").read_text())
-        if not isinstance(config, dict):
-            raise ValueError(f"config.json of {model} is not an object")
-        layout = ModelLayout.from_config(config, internal_router_lora=True)
-    except (HostError, OSError, ValueError) as error:
-        return {"unknown": str(getattr(error, "message", error))}
-    flags = engine_flags(environ)
-    rank = capacity.slot_rank(flags.tokens, settings.max_lora_rank)
-    slot = capacity.adapter_bytes(layout, rank)
-    facts: dict[str, Any] = {
-        "architecture": layout.architecture,
-        "max_lora_rank": rank,
-        "slot_mb": round(slot / 2**20, 2),
-        "targets": len({t.engine for t in layout.dense.values()})
-        + 2 * len({e.engine for e in layout.experts.values()}),
-    }
-    if preflight.gpu_count() == 0:
-        fits = capacity.work_out(
-            slot,
-            device_free_bytes=max(0, capacity.host_free_bytes() - capacity.base_bytes(model)),
-            host_free_bytes=capacity.host_free_bytes(),
-            max_slots=settings.max_slots,
-            max_adapters=settings.max_adapters,
-        )
-        facts |= fits.facts()
-    return facts | {"flags": list(flags.tokens)}
 
 
 def _moe_lora() -> str:
@@ -103,6 +99,7 @@ def _kernels(settings: Settings, environ: Mapping[str, str]) -> Report:
 def text(found: dict[str, Any]) -> str:
     """The report for a person."""
     lines = [f"{'ok  ' if c['ok'] else 'FAIL'}  {c['check']:<9} {c['message']}" for c in found["checks"]]
+    lines += [f"warn  {warning}" for warning in found.get("warnings", ())]
     for title in ("versions", "adapters"):
         if title in found:
             lines.append("")
@@ -113,49 +110,3 @@ def text(found: dict[str, Any]) -> str:
         lines += ["", "LoRA operations:"]
         lines += [f"  {name:<16} {k['path']:<7} {k['reason']}" for name, k in found["kernels"].items()]
     return "\n".join(lines)
-
-
-def settings_table() -> str:
-    """Every setting with its variables, default and meaning."""
-    variables: dict[str, list[str]] = {}
-    for variable, name in known_variables().items():
-        variables.setdefault(name, []).append(variable)
-    lines = []
-    for name, field in Settings.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        lines.append(f"{', '.join(variables[name])}\n    {field.description} Default: {default!s}")
-    return "\n".join(lines)
-
-
-def settings_page() -> str:
-    """`docs/settings.md`: the same as a Markdown table, and the variables that are not `LORAHOST_*`."""
-    variables: dict[str, list[str]] = {}
-    for variable, name in known_variables().items():
-        variables.setdefault(name, []).append(f"`{variable}`")
-    rows = []
-    for name, field in Settings.model_fields.items():
-        default = "" if field.default_factory is not None else field.get_default()
-        shown = f"`{default}`" if default not in ("", None) else ""
-        rows.append(f"| {', '.join(variables[name])} | {shown} | {field.description} |")
-    return SETTINGS_PAGE.format(rows="\n".join(rows))
-
-
-SETTINGS_PAGE = """# Settings
-
-Made by `lorahost doctor --settings-page`. A misspelt `LORAHOST_*` name stops the start.
-
-| variable | default | meaning |
-| --- | --- | --- |
-{rows}
-
-## Read under their own names
-
-| variable | meaning |
-| --- | --- |
-| `SM_VLLM_<FLAG>` | vLLM's flag `--<flag>`: `true` or empty is a bare flag, `false` none, a JSON list its elements |
-| `OPTION_<NAME>` | LMI's names (`ENABLE_LORA`, `MAX_LORAS`, `TENSOR_PARALLEL_DEGREE`, ...); `SM_VLLM_*` wins |
-| `SM_VLLM_MODEL`, `/opt/ml/model`, `OPTION_MODEL_ID`, `HF_MODEL_ID` | the base model; the first of them that is there |
-| `CHAT_TEMPLATE` | chat template for a base model that has none |
-| `SAGEMAKER_SAFE_PORT_RANGE` | ports for the engine's internal listeners |
-| `VLLM_CPU_KVCACHE_SPACE` | GiB of KV cache of the CPU engine, 1 by default |
-"""

@@ -14,7 +14,6 @@ from typing import Any
 
 SM_PREFIX = "SM_VLLM_"
 OPTION_PREFIX = "OPTION_"
-JSON_LIST_FLAGS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers", "middleware"})
 OPTION_FLAGS = {
     "MAX_LORAS": "max-loras",
     "MAX_LORA_RANK": "max-lora-rank",
@@ -97,7 +96,7 @@ def tokens(flag: str, value: str) -> list[str]:
     if value.lower() == "false":
         return []
     parsed = _json(value)
-    if isinstance(parsed, list) and flag not in JSON_LIST_FLAGS:
+    if isinstance(parsed, list):
         return [name, *(item if isinstance(item, str) else json.dumps(item) for item in parsed)] if parsed else []
     objects = _json_objects(value)
     return [name, *objects] if len(objects) > 1 else [name, value]

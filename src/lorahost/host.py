@@ -16,6 +16,7 @@ from lorahost.admission import Admission
 from lorahost.core import EngineHost, EngineInfo
 from lorahost.engine.loop import EngineLoop
 from lorahost.errors import HostError, UnavailableError
+from lorahost.exit_codes import ExitCode
 from lorahost.lifecycle import Gate, Lifecycle, State, Watchdog
 from lorahost.metrics import Metrics
 from lorahost.pipeline import Pipeline
@@ -24,8 +25,6 @@ from lorahost.settings import Settings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-EXIT_ENGINE_DEAD = 3
-EXIT_START_FAILED = 4
 KILL_AFTER_S = 27.0
 
 EngineFactory = Callable[[], EngineHost]
@@ -139,7 +138,7 @@ class Host:
     def _start_failed(self, reason: str) -> None:
         if self.lifecycle.to(State.FAILED, reason):
             log.error("the server can't start: %s", reason)
-            threading.Timer(self.settings.exit_grace_s, self.exit, (EXIT_START_FAILED,)).start()
+            threading.Timer(self.settings.exit_grace_s, self.exit, (ExitCode.START_FAILED,)).start()
 
     def _watch(self, engine: EngineHost) -> None:
         def health() -> tuple[bool, int, int, str]:
@@ -152,7 +151,7 @@ class Host:
             stall_s=self.settings.stall_s,
             exit_grace_s=self.settings.exit_grace_s,
             fail=self._engine_failed,
-            exit_=lambda: self.exit(EXIT_ENGINE_DEAD),
+            exit_=lambda: self.exit(ExitCode.ENGINE_DEAD),
         )
         self._watchdog.start()
 
@@ -205,7 +204,7 @@ class Host:
             except Exception:
                 log.exception("the %s did not stop in time", what)
         log.info("drained")
-        self.exit(0)
+        self.exit(ExitCode.DRAINED)
 
     async def _close_registry(self) -> None:
         if self._registry is not None:
@@ -216,7 +215,7 @@ class Host:
             task.cancel("the server is shutting down")
 
     def _exit_now(self) -> None:
-        self.exit(0)
+        self.exit(ExitCode.DRAINED)
 
     def exit(self, code: int) -> None:
         """Ends this process and the engine's processes with it."""

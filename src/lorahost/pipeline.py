@@ -7,9 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lorahost.account import CLIENT_GONE_STATUS, Account
 from lorahost.admission import BASE, Admission
 from lorahost.core import AdapterVersion, Api, EngineCall, EngineHost, Json
 from lorahost.errors import AdapterConflictError, OverloadedError
@@ -18,7 +19,6 @@ from lorahost.logs import request_line
 from lorahost.metrics import Metrics
 
 log = logging.getLogger(__name__)
-CLIENT_GONE_STATUS = 499
 
 
 class Lease(Protocol):
@@ -38,53 +38,6 @@ class Adapters(Protocol):
     """Where leases come from."""
 
     async def acquire(self, name: str) -> Lease: ...
-
-
-@dataclass(slots=True)
-class Account:
-    """What is known of one request, for its log line and the metrics."""
-
-    request_id: str
-    adapter: str | None
-    label: str
-    route: str
-    session_id: str | None = None
-    version: str | None = None
-    started: float = field(default_factory=time.monotonic)
-    queue_s: float | None = None
-    first_token: float | None = None
-    last_event: float | None = None
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    code: int = 200
-    error: str | None = None
-
-    def take_usage(self, usage: Json | None) -> None:
-        """Adds an answer's token counts."""
-        if usage:
-            self.prompt_tokens += usage.get("prompt_tokens") or 0
-            self.output_tokens += usage.get("completion_tokens") or 0
-
-    def line(self) -> Json:
-        """The request's log line."""
-        now = time.monotonic()
-        ttft = None if self.first_token is None else round((self.first_token - self.started) * 1e3, 1)
-        queue = None if self.queue_s is None else round(self.queue_s * 1e3, 1)
-        return {
-            "request_id": self.request_id,
-            "session_id": self.session_id,
-            "route": self.route,
-            "adapter": self.adapter or "",
-            "version": self.version,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "queue_ms": queue,
-            "ttft_ms": ttft,
-            "total_ms": round((now - self.started) * 1e3, 1),
-            "code": self.code,
-            "aborted": True if self.code == CLIENT_GONE_STATUS else None,
-            "error": self.error,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +74,8 @@ class Pipeline:
             answers = await _all([self._one(task, call, version, end) for call in task.calls])
         for answer in answers:
             account.take_usage(answer.get("usage"))
+        if account.transcript is not None:
+            account.transcript.add_answers(answers)
         return answers, version
 
     async def _one(self, task: Task, call: tuple[Api, Json], version: AdapterVersion | None, end: float | None) -> Json:
@@ -187,6 +142,8 @@ class Pipeline:
                         self._observe_event(account)
                         if assembly is not None:
                             assembly.add(event)
+                        if account.transcript is not None:
+                            account.transcript.add_event(event)
                         yield event
             except TimeoutError:
                 assert assembly is not None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from lorahost import capacity
+from lorahost import start_log
 from lorahost.adapters import chat_template
 from lorahost.adapters.fetch import SourceFetcher
 from lorahost.adapters.import_process import import_in_process
@@ -27,7 +27,7 @@ from lorahost.errors import HostError, InvalidRequestError
 from lorahost.host import Host
 from lorahost.metrics import Metrics
 from lorahost.observe import RegistryObserver
-from lorahost.settings import MODEL_DIR, ModelChoice, Settings, engine_flags, load_settings, shown_environment
+from lorahost.settings import MODEL_DIR, ModelChoice, Settings, engine_flags, load_settings
 
 log = logging.getLogger(__name__)
 ARCHIVE_ENDINGS = (".tar.gz", ".tgz", ".tar")
@@ -42,9 +42,9 @@ def build(environ: Mapping[str, str] | None = None) -> Host:
     environ = os.environ if environ is None else environ
     settings = load_settings(environ)
     flags = engine_flags(environ)
-    log.info("settings", extra=shown_environment(settings, flags))
-    if flags.unknown:
-        log.warning("unknown variables, ignored: %s", ", ".join(flags.unknown))
+    log.info("settings", extra=start_log.shown_environment(settings, flags))
+    for warning in start_log.warnings(settings, flags):
+        log.warning(warning)
     if settings.engine == "fake":
         choice_model, base_name = environ.get("SM_VLLM_MODEL", ""), settings.base_name or "base"
     else:
@@ -73,26 +73,17 @@ class _Plan:
         """Runs on the loop's thread: vLLM's imports take seconds."""
         if self._settings.engine == "fake":
             return FakeHost(base_name=self._base_name, max_cpu_loras=self._settings.max_adapters + 1)
-        from lorahost.engine.vllm_026.arguments import LoraDefaults, prepare_environment
+        from lorahost.engine.vllm_026.plan import adapter_plan
 
-        prepare_environment(self._model)
-        from lorahost.engine.vllm_026.device import device_free_bytes
-        from lorahost.engine.vllm_026.host import VllmHost, base_config
+        plan = adapter_plan(self._settings, self._model, self._tokens)
+        if plan is not None:
+            self._layout = plan.layout
+            log.info("adapter capacity", extra=plan.facts())
+            if plan.warning:
+                log.warning(plan.warning)
+        from lorahost.engine.vllm_026.host import VllmHost
 
-        lora = None
-        if self._settings.lora:
-            layout = self._layout = ModelLayout.from_config(base_config(self._model), internal_router_lora=True)
-            rank = capacity.slot_rank(self._tokens, self._settings.max_lora_rank)
-            fits = capacity.work_out(
-                capacity.adapter_bytes(layout, rank),
-                device_free_bytes=device_free_bytes(Path(self._model)),
-                host_free_bytes=capacity.host_free_bytes(),
-                max_slots=self._settings.max_slots,
-                max_adapters=self._settings.max_adapters,
-            )
-            log.info("adapter capacity", extra=fits.facts())
-            # one more than may be registered: a new version loads beside the one it replaces
-            lora = LoraDefaults(fits.slots, fits.adapters + 1, rank, layout.engine_suffixes)
+        lora = None if plan is None else plan.lora
         return VllmHost(model=self._model, base_name=self._base_name, tokens=self._tokens, lora=lora)
 
     def _registry(self, engine: EngineHost, info: EngineInfo) -> AdapterRegistry:

@@ -7,9 +7,7 @@ read under their own names. A misspelt `LORAHOST_*` name stops the start.
 from __future__ import annotations
 
 import difflib
-import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +16,15 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from lorahost import server_flags
 from lorahost.environment import EngineFlags, engine_flags
 from lorahost.errors import InvalidRequestError
+from lorahost.transcript import MAX_CHARS
 
 PREFIX = "LORAHOST_"
 MODEL_DIR = Path("/opt/ml/model")
 # read by the command line's client, not by the server
 CLIENT_VARIABLES = frozenset({"LORAHOST_URL"})
-SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 
 class Settings(BaseSettings):
@@ -44,7 +42,7 @@ class Settings(BaseSettings):
         ge=1,
         le=65535,
         validation_alias=AliasChoices("LORAHOST_PORT", "SAGEMAKER_BIND_TO_PORT", "SM_VLLM_PORT"),
-        description="Port to listen on; SAGEMAKER_BIND_TO_PORT and SM_VLLM_PORT mean the same.",
+        description="Port to listen on.",
     )
     base_name: str = Field("", description="Public name of the base model; by default the model folder's name.")
     engine: Literal["vllm", "fake"] = Field(
@@ -58,14 +56,30 @@ class Settings(BaseSettings):
     kernels: Literal["on", "off"] = Field(
         "on", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
     )
+    # the next two are checked here and read by the kernels, in vLLM's processes, from the environment
     skip_untouched: Literal["on", "off"] = Field(
         "off",
         description="On a GPU, not the default yet: no launches for modules that no resident adapter has weights for.",
     )
     config_dir: Path | None = Field(None, description="Folder of tuned configurations instead of the packaged one.")
-    max_lora_rank: int = Field(32, ge=1, le=256, description="Largest adapter rank; SM_VLLM_MAX_LORA_RANK wins.")
-    max_adapters: int = Field(64, ge=1, description="Adapters that may be registered at once.")
-    max_slots: int = Field(16, ge=1, description="Upper bound of the number of slots worked out from free memory.")
+    max_lora_rank: int = Field(
+        32,
+        ge=1,
+        le=256,
+        description="Largest adapter rank, rounded up to 1, 8, 16, 32, 64, 128 or 256; `SM_VLLM_MAX_LORA_RANK` wins.",
+    )
+    max_adapters: int = Field(
+        64,
+        ge=1,
+        description="Adapters that may be registered at once; fewer where the engine's copies of them would take more "
+        "than half of the host's free memory.",
+    )
+    max_slots: int = Field(
+        16,
+        ge=1,
+        description="Most slots. There are as many as fit into a fifth of what the base model's weights leave of 90 % "
+        "of the GPU's memory, at least one; `SM_VLLM_MAX_LORAS` sets their number itself.",
+    )
 
     max_running: int = Field(256, ge=1, description="Requests in the engine at once.")
     max_queued: int = Field(256, ge=0, description="Requests that may wait for admission; one more gets 429.")
@@ -74,10 +88,12 @@ class Settings(BaseSettings):
     max_body_mb: float = Field(32.0, gt=0, description="Largest request body in MiB; a longer one gets 413.")
     client_stall_s: float = Field(60.0, gt=0, description="Seconds a client may stop reading its stream.")
 
-    adapters_dir: Path | None = Field(None, description="Adapters registered at start; by default <model>/adapters.")
+    adapters_dir: Path | None = Field(
+        None, description="Folder of adapters registered at start; by default `adapters` in the model's folder."
+    )
     adapter_roots: list[Path] = Field(
         default_factory=list,
-        description="Local adapter sources must lie under one of these; empty allows all.",
+        description="Local adapter sources must lie under one of these folders, separated by `:`; empty allows all.",
     )
     adapter_max_mb: float = Field(16384.0, gt=0, description="Largest adapter in MiB, unpacked.")
     adapter_timeout_s: float = Field(
@@ -89,6 +105,7 @@ class Settings(BaseSettings):
     s3_endpoint_url: str = Field("", description="Another S3 endpoint, for tests and private stores.")
     work_dir: Path = Field(
         default_factory=lambda: Path(tempfile.gettempdir()) / "lorahost",
+        json_schema_extra={"default": "${TMPDIR:-/tmp}/lorahost"},
         description="Where normalised adapters live.",
     )
 
@@ -109,7 +126,7 @@ class Settings(BaseSettings):
         1200,
         ge=1,
         validation_alias=AliasChoices("LORAHOST_SESSION_TTL_S", "SAGEMAKER_SESSIONS_EXPIRATION"),
-        description="Seconds after which an unused session expires.",
+        description="Seconds from its creation after which a session expires; use does not extend it.",
     )
 
     drain_s: float = Field(20.0, ge=0, le=25, description="Seconds that running requests get after SIGTERM.")
@@ -119,7 +136,10 @@ class Settings(BaseSettings):
     exit_grace_s: float = Field(10.0, ge=0, description="Seconds between an unhealthy engine and the exit.")
     start_timeout_s: float = Field(3600.0, gt=0, description="Seconds that the engine may take to start.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the host's log.")
-    log_prompts: bool = Field(False, description="Put prompts and answers into the request log.")
+    log_prompts: bool = Field(
+        False,
+        description=f"Put prompt and answer into each request's log line, at most {MAX_CHARS} characters of each.",
+    )
     metric_adapters: int = Field(
         100, ge=1, description="Adapters with a metric label of their own; the rest is `other`."
     )
@@ -146,7 +166,8 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads the settings.
 
     Raises:
-        InvalidRequestError: a bad value or an unknown `LORAHOST_*` name; the message names it.
+        InvalidRequestError: a bad value, an unknown `LORAHOST_*` name, or a flag of vLLM's own HTTP server whose
+            promise would be broken; the message names it.
     """
     environ = os.environ if environ is None else environ
     known = known_variables()
@@ -157,6 +178,8 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
             f"unknown settings {named}; `lorahost doctor --settings` lists all",
             code="unknown_setting",
         )
+    if broken := server_flags.refusals(environ, engine_flags(environ)):
+        raise InvalidRequestError(f"{server_flags.NOT_HERE}: {'; '.join(broken)}", code="server_flag")
     values: dict[str, Any] = {}
     for name, field in Settings.model_fields.items():
         for variable in _variables(name, field.validation_alias):
@@ -234,41 +257,6 @@ class ModelChoice:
         return Path(self.model).name or self.model
 
 
-def shown_environment(settings: Settings, flags: EngineFlags) -> dict[str, Any]:
-    """The settings for the start-up log, secrets masked."""
-    shown = {k: _mask(k, v) if isinstance(v, str) else v for k, v in settings.model_dump(mode="json").items()}
-    flag, tokens = "", []
-    for token in flags.tokens:
-        flag = token if token.startswith("--") else flag
-        tokens.append(token if token == flag else _mask(flag, token))
-    return {"settings": shown, "vllm": tokens, "unknown": list(flags.unknown)}
-
-
-def _mask(name: str, value: str) -> str:
-    """Hides values whose name says secret, in JSON too, and the user part of URLs; token counts are no secrets."""
-    if value and _secret(name):
-        return "***"
-    if value.lstrip().startswith(("{", "[")):
-        try:
-            return json.dumps(_masked_json(json.loads(value)))
-        except json.JSONDecodeError:
-            pass
-    return URL_PASSWORD.sub("://***@", value)
-
-
-def _masked_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: "***" if _secret(k) and isinstance(v, str) else _masked_json(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_masked_json(v) for v in value]
-    return URL_PASSWORD.sub("://***@", value) if isinstance(value, str) else value
-
-
-def _secret(name: str) -> bool:
-    upper = name.upper().replace("-", "_")
-    return any(w in upper for w in SECRET_WORDS) and not any(c in upper for c in ("TOKENS", "TOKENIZER"))
-
-
 __all__ = [
     "EngineFlags",
     "ModelChoice",
@@ -276,6 +264,5 @@ __all__ = [
     "engine_flags",
     "known_variables",
     "load_settings",
-    "shown_environment",
     "under_sagemaker",
 ]

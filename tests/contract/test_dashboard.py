@@ -90,7 +90,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     source = make_adapter(directory / "m1", "m1")
     env = {"LORAHOST_ADAPTERS_DIR": str(directory / "adapters"), "LORAHOST_MAX_RUNNING": str(MAX_RUNNING)}
     with ExitStack() as stack:
-        server = stack.enter_context(running(directory, env, {}))
+        server = stack.enter_context(running(directory, env, {"fell_back": ["expand"]}))
         found = stack.enter_context(prometheus(directory / "prometheus", server.port))
 
         def scraped() -> bool:

@@ -12,6 +12,8 @@ import pytest
 from tests.fakes.running import Server, wait_for
 from tests.fakes.wire import Wire
 
+from lorahost.exit_codes import ExitCode
+
 Starter = Callable[..., Server]
 LONG = {"prompt": "hi", "max_tokens": 4000, "stream": True}
 
@@ -30,7 +32,7 @@ def test_a_dead_engine_turns_ping_to_503_within_2_s_and_ends_the_process(started
     assert int(refused.headers["Retry-After"]) >= 1
     taken = wait_for(lambda: server.process.poll() is not None, grace_s + 5, "the exit")
     assert taken < grace_s + 2
-    assert server.process.returncode not in (0, None)
+    assert server.process.returncode == ExitCode.ENGINE_DEAD
 
 
 def test_a_hung_engine_is_seen_by_its_missing_tokens(started: Starter) -> None:
@@ -41,7 +43,7 @@ def test_a_hung_engine_is_seen_by_its_missing_tokens(started: Starter) -> None:
         server.engine(hung=True)
         assert wait_for(lambda: server.ping() == 503, 5, "503") < 0.6 + 2.0
         assert "0.6 s" in server.get("/ping").json()["reason"]
-        assert server.process.wait(5) != 0
+        assert server.process.wait(5) == ExitCode.ENGINE_DEAD
 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one(started: Starter) -> None:
@@ -81,5 +83,5 @@ def test_a_worker_that_is_killed_ends_the_server(started: Starter) -> None:
     server = started({}, {})
     [worker] = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
-    assert server.process.wait(5) not in (0, None)
+    assert server.process.wait(5) == ExitCode.WORKER_LOST
     assert server.ping() is None

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tests.fakes.running import ROOT, Server, environment, free_port, make_adapter, wait_for
 
+from lorahost.exit_codes import ExitCode
+
 Starter = Callable[..., Server]
 SERVE = str(ROOT / "container" / "serve")
 
@@ -124,6 +126,7 @@ def test_adapters_beside_a_read_only_model_are_served_and_a_bad_one_is_only_repo
     [
         ({"LORAHOST_PROT": "8080"}, "settings", 30, "LORAHOST_PROT"),
         ({"LORAHOST_DRAIN_S": "90"}, "settings", 30, "LORAHOST_DRAIN_S"),
+        ({"SM_VLLM_API_KEY": "k"}, "settings", 30, "SM_VLLM_API_KEY"),
         ({"LORAHOST_WORK_DIR": "/proc/nowhere"}, "work_dir", 37, "/proc/nowhere"),
         ({"LORAHOST_ENGINE": "vllm", "SM_VLLM_MODEL": "/nowhere"}, "model", 31, "/nowhere"),
     ],
@@ -152,7 +155,7 @@ def test_an_engine_that_does_not_start_is_reported_and_ends_the_process(tmp_path
     server = started({"LORAHOST_START_TIMEOUT_S": "0.2", "LORAHOST_EXIT_GRACE_S": "1"}, {"start_s": 60}, ready=False)
     wait_for(lambda: server.ping() == 503 and server.get("/ping").json()["status"] == "failed", 10, "failure")
     assert "0.2 s" in server.get("/ping").json()["reason"]
-    assert server.process.wait(10) != 0
+    assert server.process.wait(10) == ExitCode.START_FAILED
 
 
 def test_there_is_one_worker_and_no_control_socket(server: Server) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from lorahost.account import Account
 from lorahost.admission import Admission, Occupancy
 from lorahost.core import AdapterVersion, Json
 from lorahost.engine.fake import FakeHost
 from lorahost.errors import AdapterNotFoundError
 from lorahost.metrics import Metrics
-from lorahost.pipeline import Account, Pipeline, Task
+from lorahost.pipeline import Pipeline, Task
 
 IDLE = Occupancy(running=0, queued=0, slots_held=0, slots_closed=0)
 

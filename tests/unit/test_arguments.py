@@ -122,6 +122,26 @@ def test_what_vllm_refuses_is_said_in_its_words(
     assert "usage:" not in capfd.readouterr().out
 
 
+@pytest.fixture
+def plugin(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """A file that registers a tool parser, of a name that no other test has registered."""
+    name = f"p{abs(hash(request.node.name))}"
+    lines = ("from vllm.tool_parsers import ToolParser, ToolParserManager",
+             f"@ToolParserManager.register_module({name!r})", "class Own(ToolParser):", "    pass")  # fmt: skip
+    file = tmp_path / f"{name}.py"
+    file.write_text("\n".join(lines))
+    return name, file
+
+
+def test_a_tool_parser_of_the_users_own_is_loaded(plugin: tuple[str, Path]) -> None:
+    """As vLLM's server does before it starts its engine, which is none of ours."""
+    name, file = plugin
+    asked = ["--model", "m", "--enable-auto-tool-choice", "--tool-call-parser", name]
+    with pytest.raises(InvalidRequestError, match=f"invalid tool call parser: {name}"):
+        parse(asked)
+    assert parse([*asked, "--tool-parser-plugin", str(file)]).tool_call_parser == name
+
+
 def test_the_environment_is_set_where_it_is_open(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_STREAM", "HF_HUB_OFFLINE"):
         environ.setenv(name, "to be undone")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from lorahost import __version__, client, doctor, preflight
+from lorahost import __version__, client, preflight, settings_page
 from lorahost.cli import main
 from lorahost.preflight import Finding
 from lorahost.settings import known_variables
@@ -36,7 +36,7 @@ def test_version_and_help() -> None:
         assert command in run("-h").output
 
 
-@pytest.mark.parametrize("environ", [{"LORAHOST_PORT": "http"}, {"LORAHOST_PROT": "8080"}])
+@pytest.mark.parametrize("environ", [{"LORAHOST_PORT": "http"}, {"LORAHOST_PROT": "8080"}, {"SM_VLLM_API_KEY": "k"}])
 def test_serve_with_a_bad_setting_is_one_json_line(environ: dict[str, str]) -> None:
     result = run("serve", **environ)
     assert result.exit_code == 30
@@ -56,12 +56,12 @@ def test_serve_stops_at_the_first_check_that_fails(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_says_all_checks_and_whether_serve_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "run", lambda *_: iter([Finding("model", "fine"), Finding("port", "taken", 38)]))
-    result = run("doctor")
+    result = run("doctor", LORAHOST_ENGINE="fake")
     assert result.exit_code == 1
     assert "ok    model     fine" in result.output
     assert "FAIL  port      taken" in result.output
     monkeypatch.setattr(preflight, "run", lambda *_: iter([Finding("model", "fine")]))
-    result = run("doctor", "--json")
+    result = run("doctor", "--json", LORAHOST_ENGINE="fake")
     assert result.exit_code == 0
     report = json.loads(result.output)
     assert report["ok"] is True
@@ -76,7 +76,7 @@ def test_doctor_lists_every_setting() -> None:
 
 
 def test_doctor_prints_the_settings_page() -> None:
-    assert run("doctor", "--settings-page").output == doctor.settings_page()
+    assert run("doctor", "--settings-page").output == settings_page.page()
 
 
 @pytest.fixture

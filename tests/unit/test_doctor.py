@@ -2,24 +2,44 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from tests.unit.test_capacity import CONFIG
 
-from lorahost import doctor, preflight
+pytest.importorskip("vllm")
+
+from lorahost import capacity, doctor, preflight, server
+from lorahost.adapters.architectures import REFUSED, SUPPORTED
+from lorahost.engine.vllm_026 import arguments, device, signatures
+from lorahost.engine.vllm_026.plan import adapter_plan
+from lorahost.errors import HostError
+from lorahost.metrics import Metrics
 from lorahost.preflight import Finding
+from lorahost.settings import load_settings
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "run", lambda *_: iter([Finding("model", "fine")]))
     monkeypatch.setattr(preflight, "gpu_count", lambda: 0)
+    # what it sets would stay for other tests
+    monkeypatch.setattr(arguments, "prepare_environment", lambda _: None)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
+
+
+def start(report: dict[str, Any]) -> dict[str, Any]:
+    """The finding on the engine's start."""
+    found: dict[str, Any]
+    [found] = [check for check in report["checks"] if check["check"] == "start"]
+    assert report["ok"] is found["ok"]
+    return found
 
 
 def test_a_bad_setting_is_the_only_finding() -> None:
@@ -40,19 +60,97 @@ def test_memory_of_a_slot_follows_the_rank(model: Path) -> None:
     assert large["flags"] == ["--max-lora-rank", "128"]
 
 
-def test_slots_are_worked_out_at_start_where_there_is_a_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpu_count", lambda: 1)
-    facts = doctor.report({"SM_VLLM_MODEL": str(model)})["adapters"]
-    assert "slots" not in facts
-    assert facts["slot_mb"] > 0
+def test_it_says_what_serve_works_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (capacity, device):
+        monkeypatch.setattr(module, "host_free_bytes", lambda: 8 << 30)
+    environ = {"SM_VLLM_MODEL": str(model), "LORAHOST_MAX_SLOTS": "3"}
+    report = doctor.report(environ)
+    plan = adapter_plan(load_settings(environ), str(model), ())
+    assert plan is not None
+    assert report["adapters"] == {**plan.facts(), "flags": []}
+    assert report["adapters"]["slots"] == plan.lora.max_loras == 3
+    assert start(report)["ok"]
+    assert report["warnings"] == []
 
 
-@pytest.mark.parametrize("config", ["{", '{"architectures": ["Unknown"]}', "[]"])
-def test_a_base_model_that_can_not_be_read_is_said(tmp_path: Path, config: str) -> None:
-    (tmp_path / "config.json").write_text(config)
+@pytest.mark.parametrize("architecture", ["Unknown", "GemmaForCausalLM", *REFUSED])
+def test_an_architecture_that_serve_refuses(model: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    monkeypatch.setattr(server, "Metrics", lambda limit: Metrics(limit, CollectorRegistry()))
+    (model / "config.json").write_text(json.dumps({**CONFIG, "architectures": [architecture]}))
+    environ = {"SM_VLLM_MODEL": str(model)}
+    report = doctor.report(environ)
+    with pytest.raises(HostError) as refused:
+        server.build(environ)._make_engine()
+    found = start(report)
+    assert (found["ok"], found["message"]) == (False, refused.value.message)
+    assert architecture in found["message"]
+    assert ", ".join(sorted(SUPPORTED)) in found["message"]
+    assert "LORAHOST_LORA=false" in found["message"]
+    assert f"FAIL  start     {found['message']}" in doctor.text(report)
+
+
+def test_any_architecture_is_fine_without_lora(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": ["Unknown"]}))
+    assert start(doctor.report({"SM_VLLM_MODEL": str(model), "LORAHOST_LORA": "false"}))["ok"]
+
+
+@pytest.mark.parametrize("config", ["{", '{"architectures": ["Unknown"]}', "[]", None])
+def test_a_base_model_that_can_not_be_read_does_not_start(tmp_path: Path, config: str | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
     report = doctor.report({"SM_VLLM_MODEL": str(tmp_path)})
-    assert list(report["adapters"]) == ["unknown"]
-    assert report["adapters"]["unknown"]
+    assert not start(report)["ok"]
+    assert start(report)["message"]
+    assert report["adapters"] == {"flags": []}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SM_VLLM_NO_SUCH_FLAG", "1", "--no-such-flag"),
+        ("SM_VLLM_MAX_MODEL_LEN", "many", "'many'"),
+        ("SM_VLLM_MAX_LORA_RANK", "48", "invalid choice: 48"),
+        ("SM_VLLM_CHAT_TEMPLATE", "/no/such/template", "/no/such/template"),
+        ("SM_VLLM_ENABLE_AUTO_TOOL_CHOICE", "true", "--tool-call-parser"),
+    ],
+)
+def test_what_vllm_will_refuse_is_said(model: Path, variable: str, value: str, said: str) -> None:
+    found = start(doctor.report({"SM_VLLM_MODEL": str(model), variable: value}))
+    assert not found["ok"]
+    assert said in found["message"]
+
+
+def test_a_vllm_that_has_changed_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signatures, "NAMES", {"vllm:no_such_name": None})
+    found = start(doctor.report({"SM_VLLM_MODEL": str(model)}))
+    assert not found["ok"]
+    assert "no_such_name" in found["message"]
+
+
+@pytest.mark.parametrize("failed", doctor.START_NEEDS)
+def test_the_start_is_not_tried_where_it_can_not_go_well(
+    model: Path, monkeypatch: pytest.MonkeyPatch, failed: str
+) -> None:
+    monkeypatch.setattr(preflight, "run", lambda *_: iter([Finding(failed, "missing", 30)]))
+    report = doctor.report({"SM_VLLM_MODEL": str(model)})
+    assert [check["check"] for check in report["checks"]] == [failed]
+
+
+def test_more_slots_than_fit_is_a_warning(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "base_bytes", lambda _: 1 << 50)
+    report = doctor.report({"SM_VLLM_MODEL": str(model), "SM_VLLM_MAX_LORAS": "7"})
+    assert start(report)["ok"]
+    [warning] = report["warnings"]
+    assert warning.startswith("7 adapter slots")
+    assert f"warn  {warning}" in doctor.text(report)
+
+
+def test_warnings_of_the_start_are_said(model: Path) -> None:
+    environ = {"SM_VLLM_MODEL": str(model), "SM_VLLM_UVICORN_LOG_LEVEL": "debug", "OPTION_NONSENSE": "1"}
+    warnings = doctor.report({**environ, "LORAHOST_LOG_PROMPTS": "true"})["warnings"]
+    assert [warning.split()[0] for warning in warnings] == [
+        "OPTION_NONSENSE", "SM_VLLM_UVICORN_LOG_LEVEL", "LORAHOST_LOG_PROMPTS"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

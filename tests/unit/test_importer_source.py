@@ -33,7 +33,7 @@ def test_sizes(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a", GOOD)
     size = sum(p.stat().st_size for p in source.iterdir())
     error = refused(source, tmp_path, limits=LIMITS.model_copy(update={"max_bytes": size - 1}))
-    assert error.code == "too_large"
+    assert error.code == "artifact_too_large"
     assert error.details == {"bytes": size, "max_bytes": size - 1}
     # One expert of rank 16 makes all experts of its layer that large.
     tensors = random_pair(f"{EXPERTS}.0.up_proj", 64, 24, r=16)
@@ -51,7 +51,7 @@ def test_directories(tmp_path: Path) -> None:
     assert import_adapter(tmp_path / "two", tmp_path / "t", LAYOUT, LIMITS).modules == {Q}
     write_adapter(tmp_path / "two" / "y", GOOD)
     error = refused(tmp_path / "two", tmp_path)
-    assert (error.code, "x, y" in error.message) == ("ambiguous_directory", True)
+    assert (error.code, "x, y" in error.message) == ("config_ambiguous", True)
 
 
 def test_pickles_and_missing_weights(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_pickles_and_missing_weights(tmp_path: Path) -> None:
     assert refused(source, tmp_path).code == "weights_missing"
     (source / "adapter_model.bin").write_bytes(b"\x80\x02.")
     error = refused(source, tmp_path)
-    assert (error.code, "adapter_model.bin" in error.message) == ("pickle_unsupported", True)
+    assert (error.code, "adapter_model.bin" in error.message) == ("pickle_weights", True)
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
@@ -68,7 +68,7 @@ def test_links_out_of_the_directory(file: str, tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "a", GOOD)
     (source / file).rename(tmp_path / "elsewhere")
     (source / file).symlink_to(tmp_path / "elsewhere")
-    assert refused(source, tmp_path).code == "symlink_escape"
+    assert refused(source, tmp_path).code == "link_outside_source"
     # A link that stays inside is fine.
     (source / file).unlink()
     (tmp_path / "elsewhere").rename(source / "blob")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,13 @@ def test_unknown_architecture_is_named() -> None:
     assert e.value.details["supported"] == sorted(SUPPORTED)
     with pytest.raises(AdapterRejectedError, match="architecture None"):
         ModelLayout.from_config({})
+
+
+def test_the_page_lists_what_is_supported() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
+    section = page.partition("## Supported base models")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(SUPPORTED)
+    assert "`LORAHOST_LORA=false`" in section
 
 
 @pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])

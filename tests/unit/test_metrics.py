@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorahost.engine.fake import NO_KERNEL
+from lorahost.errors import OverloadedError
+from lorahost.host import Host
+from lorahost.http import answering
+from lorahost.lifecycle import Gate, Lifecycle, State
 from lorahost.metrics import Metrics
+from lorahost.settings import load_settings
+from lorahost_kernels import operations
 
 
 @pytest.fixture
@@ -90,6 +102,42 @@ def test_where_tiles_come_from(registry: CollectorRegistry) -> None:
     metrics.set_kernels([{"tuned": {"active": True, "operations": {"shrink": {"source": "nearest", "rows": 3}}}}])
     labels = {"operation": "shrink", "source": "nearest"}
     assert registry.get_sample_value("lorahost_kernel_tiles", labels) == 1
+
+
+def test_the_page_names_every_metric_kernel_path_and_reason_of_the_servers_own(registry: CollectorRegistry) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "observability.md").read_text()
+    named = set(re.findall(r"lorahost_\w+", page))
+    Metrics(4, registry)
+    assert named == {one.name + ("_total" if one.type == "counter" else "") for one in registry.collect()}
+    [row] = [line for line in page.splitlines() if line.startswith("| LoRA operations by path")]
+    assert [path for path in (*get_args(operations.Path), NO_KERNEL["path"]) if f"`{path}`" not in row] == []
+    assert "`server_busy`" in page
+
+
+def test_a_request_refused_for_want_of_room_is_counted_by_its_errors_code(registry: CollectorRegistry) -> None:
+    lifecycle = Lifecycle()
+    lifecycle.to(State.READY)
+    host: Any = SimpleNamespace(lifecycle=lifecycle, gate=Gate(0), metrics=Metrics(4, registry))
+    with pytest.raises(OverloadedError) as refused:
+        answering.counted(host, lambda: pytest.fail("it ran"))
+    assert refused.value.code == "server_busy"
+    labels = {"adapter": "other", "reason": "server_busy"}
+    assert registry.get_sample_value("lorahost_rejected_total", labels) == 1
+
+
+def test_every_reason_is_an_errors_code() -> None:
+    sources = (Path(answering.__file__).parents[1]).rglob("*.py")
+    counted = [call for file in sources for call in re.findall(r"\brejected\.labels\(.*?\)\.", file.read_text())]
+    assert len(counted) >= 3
+    assert [call for call in counted if not call.endswith(".code).")] == []
+
+
+def test_the_gate_lets_some_more_in_than_run_and_wait(registry: CollectorRegistry) -> None:
+    """As docs/architecture.md has it: admission, not the gate, is what turns requests away."""
+    environ = {"LORAHOST_MAX_RUNNING": "5", "LORAHOST_MAX_QUEUED": "7", "LORAHOST_SPARE_THREADS": "40"}
+    not_made: Any = None
+    host = Host(load_settings(environ), not_made, not_made, metrics=Metrics(4, registry))
+    assert host.gate.limit == 5 + 7 + 40 // 4
 
 
 def test_an_engine_without_reports_has_no_kernels(registry: CollectorRegistry) -> None:

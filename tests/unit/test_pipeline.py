@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.unit.pipeline_world import World, accounted, endless, parsed, runner, task, until
 
+from lorahost.account import CLIENT_GONE_STATUS, Account
 from lorahost.errors import AdapterNotFoundError, InvalidRequestError
-from lorahost.pipeline import CLIENT_GONE_STATUS, Account
 
 
 @pytest.fixture

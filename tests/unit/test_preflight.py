@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import socket
 from collections.abc import Callable
 from importlib import metadata
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 
 from lorahost import preflight
+from lorahost.exit_codes import ExitCode, markdown
 from lorahost.preflight import Finding
 from lorahost.settings import load_settings
 
+ROOT = Path(__file__).resolve().parents[2]
 Environ = dict[str, str]
 
 
@@ -20,6 +24,7 @@ def environ(tmp_path: Path) -> Environ:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -68,6 +73,30 @@ def test_no_model(environ: Environ, model: str) -> None:
     found = failed(environ | {"SM_VLLM_MODEL": model}, "model")
     assert found.exit_code == 31
     assert (model or "SM_VLLM_MODEL") in found.message
+
+
+def test_a_model_folder_without_its_weights(environ: Environ) -> None:
+    model = Path(environ["SM_VLLM_MODEL"])
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}))
+    found = failed(environ, "model")
+    assert (found.exit_code, "lacks 1 of 2 weight files: more.safetensors" in found.message) == (31, True)
+    (model / "more.safetensors").write_bytes(b"")
+    assert findings(environ)["model"].ok
+    index.write_text("{}")
+    assert index.name in failed(environ, "model").message
+    index.unlink()
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert "no weights" in failed(environ, "model").message
+    assert findings(environ | {"SM_VLLM_LOAD_FORMAT": "dummy"})["model"].ok
+
+
+def test_mistrals_own_files_go_before_the_index(environ: Environ) -> None:
+    model = Path(environ["SM_VLLM_MODEL"])
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "not-here.safetensors"}}))
+    (model / "consolidated.safetensors").write_bytes(b"")
+    assert findings(environ)["model"].ok
 
 
 def test_a_hub_id_is_not_looked_for_on_the_disk(environ: Environ) -> None:
@@ -151,7 +180,17 @@ def test_little_shared_memory_matters_for_several_gpus(environ: Environ, machine
     assert found.exit_code == 36
     assert "64 MiB" in found.message
     assert "1024" in found.message
+    assert f"--shm-size {preflight.RECOMMENDED_SHM}" in found.message
     assert findings(environ)["shm"].ok
+
+
+def test_shared_memory_is_one_number_in_check_page_and_compose_file() -> None:
+    page = (ROOT / "docs" / "image.md").read_text()
+    assert set(re.findall(r"--shm-size (\w+)", page)) == {preflight.RECOMMENDED_SHM}
+    assert f"at least {preflight.MIN_SHM_BYTES >> 30} GiB" in page
+    assert f"code {ExitCode.SHM}" in page
+    sizes = re.findall(r"shm_size: (\w+)", (ROOT / "container" / "compose.yaml").read_text())
+    assert set(sizes) == {f"{preflight.RECOMMENDED_SHM}b"}
 
 
 def test_a_work_dir_that_can_not_be_written(environ: Environ, tmp_path: Path) -> None:
@@ -178,6 +217,22 @@ def test_every_failure_has_an_exit_code_of_its_own(environ: Environ, machine: py
     codes = [one.exit_code for one in findings(environ | bad).values() if not one.ok]
     assert codes == [31, 32, 33, 34, 35, 37]
     assert all(30 < code < 40 for code in codes)
+
+
+def test_the_page_has_every_exit_code_with_its_meaning() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    _, _, rest = page.partition("| code | meaning |\n| --- | --- |\n")
+    assert rest.partition("\n\n")[0] == markdown()
+    assert len({code.value for code in ExitCode}) == len(ExitCode.__members__)
+    assert all(code.meaning for code in ExitCode)
+
+
+def test_no_exit_code_of_the_server_stands_outside_the_table() -> None:
+    """Each is written as a member; what ends other commands (0, 1, and the shell's own) is not of the table."""
+    numbers = re.compile(r"exit_code=|EXIT_\w+ = |_exit\(\d|HaltServer\([^)]*, \d|Finding\([^\n]*, \d+\)$", re.M)
+    sources = (ROOT / "src" / "lorahost").rglob("*.py")
+    found = [str(file) for file in sources if "bench" not in file.parts and numbers.search(file.read_text())]
+    assert found == []
 
 
 def test_the_drivers_version_from_its_file(tmp_path: Path) -> None:

@@ -249,7 +249,8 @@ def build(config: Config, internal_router_lora: bool) -> ModelLayout:
     architecture = architectures[0] if architectures else None
     if architecture in REFUSED:
         raise AdapterRejectedError(
-            f"the base model's architecture {architecture!r} has no LoRA adapters here: {REFUSED[architecture]}",
+            f"the base model's architecture {architecture!r} has no LoRA adapters here: {REFUSED[architecture]}; "
+            f"supported: {', '.join(sorted(SUPPORTED))}",
             code="unsupported_architecture",
             details={"architecture": architecture, "supported": sorted(SUPPORTED)},
         )

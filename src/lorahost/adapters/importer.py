@@ -246,6 +246,6 @@ class _Import:
 def _too_large(what: str, size: int, limits: ImportLimits) -> AdapterRejectedError:
     return AdapterRejectedError(
         f"{what} {size} bytes, the limit is {limits.max_bytes}",
-        code="too_large",
+        code="artifact_too_large",
         details={"bytes": size, "max_bytes": limits.max_bytes},
     )

@@ -43,7 +43,7 @@ def find_files(source: Path) -> AdapterFiles:
             raise AdapterRejectedError(
                 f"the adapter's weights are in {', '.join(pickles[:3])}, a pickle, which may run code when read; "
                 f"only {WEIGHTS} is accepted",
-                code="pickle_unsupported",
+                code="pickle_weights",
             )
         raise AdapterRejectedError(f"no {WEIGHTS} beside {CONFIG}", code="weights_missing")
     files = AdapterFiles(directory / CONFIG, tuple(weights))
@@ -51,7 +51,7 @@ def find_files(source: Path) -> AdapterFiles:
         real = path.resolve()
         if not real.is_relative_to(root):
             raise AdapterRejectedError(
-                f"{path.name} is a link to {real}, outside the adapter's directory", code="symlink_escape"
+                f"{path.name} is a link to {real}, outside the adapter's directory", code="link_outside_source"
             )
         if not real.is_file():
             raise AdapterRejectedError(f"{path.name} is not a regular file", code="not_a_file")
@@ -71,7 +71,7 @@ def _adapter_directory(source: Path) -> Path:
         raise AdapterRejectedError(
             f"{CONFIG} is in {len(nested)} directories ({', '.join(d.name for d in nested[:5])}); "
             "expected exactly one adapter",
-            code="ambiguous_directory",
+            code="config_ambiguous",
         )
     return nested[0]
 

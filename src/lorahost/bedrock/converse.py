@@ -27,6 +27,7 @@ class Conversation:
     """A Converse request that was read and found well-formed.
 
     Attributes:
+        data: As sent.
         body: OpenAI chat request, without `model` and `stream`.
         own: The host's own fields among `additionalModelRequestFields`.
         paths: JSON pointers into the OpenAI answer, for `additionalModelResponseFields`.
@@ -34,6 +35,7 @@ class Conversation:
         echoed: Members of the answer that say how the request was served, if it asked.
     """
 
+    data: Json
     body: Json
     own: Json
     paths: tuple[str, ...]
@@ -48,7 +50,8 @@ def parse(body: bytes, content_type: str | None, *, stream: bool) -> Conversatio
         InvalidRequestError: it is not as Bedrock's service model has it, or asks for what this server can't do; the
             message names the member.
     """
-    asked = shapes.read(ConverseRequest, read_object(body, content_type))
+    data = read_object(body, content_type)
+    asked = shapes.read(ConverseRequest, data)
     for member, value in (("guardrailConfig", asked.guardrail_config), ("promptVariables", asked.prompt_variables)):
         if value is not None:
             raise invalid(f"{member} is not served here; leave it out", param=member, code="unsupported_field")
@@ -65,7 +68,7 @@ def parse(body: bytes, content_type: str | None, *, stream: bool) -> Conversatio
         # a deadline may end the stream after any chunk: each must know the counts
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": "deadline_s" in own}
     limit = chat.get("max_completion_tokens") or chat.get("max_tokens")
-    return Conversation(chat, own, paths, limit if isinstance(limit, int) else None, _echoed(asked))
+    return Conversation(data, chat, own, paths, limit if isinstance(limit, int) else None, _echoed(asked))
 
 
 def _echoed(asked: ConverseRequest) -> Json:

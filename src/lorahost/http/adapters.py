@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from lorahost.http.bodies import read_body
 from lorahost.http.exchange import json_bytes
 from lorahost.requests import attributes
 from lorahost.requests.headers import ADAPTER_ALIAS, decoded, header
+from lorahost.requests.jsonbody import read_object
 
 log = logging.getLogger(__name__)
 B = TypeVar("B", bound=BaseModel)
@@ -128,13 +128,7 @@ def _fields(kind: type[B]) -> B:
     body = read_body(request.environ, BODY_LIMIT_BYTES)
     merged: dict[str, Any] = dict(request.args)
     if body.strip():
-        try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"the body is not JSON: {error}", code="invalid_json") from error
-        if not isinstance(parsed, dict):
-            raise InvalidRequestError(f"the body is a {type(parsed).__name__}, not an object", code="invalid_json")
-        merged |= parsed
+        merged |= read_object(body, request.content_type)
     try:
         return kind.model_validate(merged)
     except ValidationError as error:

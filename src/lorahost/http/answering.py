@@ -9,14 +9,16 @@ from typing import Any, Protocol
 
 from flask import Response, request
 
+from lorahost.account import CLIENT_GONE_STATUS, Account
 from lorahost.core import AdapterVersion, Json
 from lorahost.errors import HostError, OverloadedError
 from lorahost.host import Host
-from lorahost.http.exchange import CLIENT_GONE_STATUS, Exchange, Head, Reply, StreamPlan, error_head
-from lorahost.pipeline import Account, Task
+from lorahost.http.exchange import Exchange, Head, Reply, StreamPlan, error_head
+from lorahost.pipeline import Task
 from lorahost.requests import attributes
 from lorahost.requests.headers import CUSTOM_ATTRIBUTES
 from lorahost.requests.selection import Choice
+from lorahost.transcript import Transcript
 
 WARNING_HEADER = "X-Lorahost-Warning"
 WARNING_CHARS = 400
@@ -76,6 +78,7 @@ class Job:
         task: For the pipeline.
         choice: Who answers.
         route: For the request log.
+        asked: The body as the client sent it, for the request log if prompts are logged.
         whole: The answer's JSON and headers from the engine's answers; for what is not streamed.
         streaming: Only for what is streamed.
         session_id: For the request log.
@@ -86,6 +89,7 @@ class Job:
     task: Task
     choice: Choice
     route: str
+    asked: Json
     whole: Callable[[list[Json], Account], tuple[Any, Mapping[str, str]]]
     streaming: Streaming | None = None
     session_id: str | None = None
@@ -101,13 +105,14 @@ def counted(host: Host, work: Callable[[], Response]) -> Response:
     """
     host.lifecycle.require_ready()
     if not host.gate.enter():
-        host.metrics.rejected.labels("other", "busy").inc()
-        raise OverloadedError(
+        busy = OverloadedError(
             f"{host.gate.limit} requests are running or waiting already, the limit of this server",
             code="server_busy",
             retry_after_s=1,
             details={"limit": host.gate.limit},
         )
+        host.metrics.rejected.labels("other", busy.code).inc()
+        raise busy
     try:
         return work()
     except BaseException:
@@ -127,8 +132,11 @@ def chosen(host: Host, choose: Callable[[Names], Choice]) -> Choice:
 def respond(host: Host, job: Job) -> Response:
     """Answers the current HTTP request, which has been counted in; it is counted out when the answer is complete."""
 
+    # on the request's own thread: a long prompt becomes text here
+    transcript = Transcript(job.asked) if host.settings.log_prompts else None
+
     async def work(reply: Reply) -> None:
-        await _answer(host, job, reply)
+        await _answer(host, job, transcript, reply)
 
     exchange = Exchange(
         host.loop,
@@ -141,14 +149,15 @@ def respond(host: Host, job: Job) -> Response:
     return exchange.respond(work)
 
 
-async def _answer(host: Host, job: Job, reply: Reply) -> None:
+async def _answer(host: Host, job: Job, transcript: Transcript | None, reply: Reply) -> None:
     """Runs on the loop: the pipeline's answer in the client's format, counted and logged however it ends."""
     pipeline = host.pipeline
     current = asyncio.current_task()
     assert current is not None
     host.track(current)
     name = job.choice.name
-    account = Account(job.task.request_id, name, host.metrics.adapter(name), job.route, session_id=job.session_id)
+    label = host.metrics.adapter(name)
+    account = Account(job.task.request_id, name, label, job.route, session_id=job.session_id, transcript=transcript)
     inflight = host.metrics.inflight.labels(account.label)
     inflight.inc()
     try:

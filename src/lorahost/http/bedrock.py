@@ -11,6 +11,7 @@ from typing import Any
 from flask import Flask, Response, request
 from werkzeug.routing import BaseConverter
 
+from lorahost.account import Account
 from lorahost.bedrock import answers, converse, errors, frames, invoke, model_ids
 from lorahost.bedrock.converse_stream import ConverseStream
 from lorahost.bedrock.errors import Operation
@@ -22,7 +23,7 @@ from lorahost.http import answering
 from lorahost.http.answering import Job, Streaming
 from lorahost.http.bodies import read_body
 from lorahost.http.exchange import Head, error_head, json_bytes
-from lorahost.pipeline import Account, Task
+from lorahost.pipeline import Task
 from lorahost.requests import invocation
 from lorahost.requests.attributes import Attributes
 from lorahost.requests.invocation import RequestSettings
@@ -114,6 +115,7 @@ def _invoke(host: Host, operation: Operation, model_id: str, body: bytes) -> Job
         model_id,
         (asked.api, asked.body),
         asked.data,
+        asked=asked.data,
         whole=whole,
         streaming=streaming if stream else None,
         headers=headers | (STREAMED_TYPE if stream else {}),
@@ -137,6 +139,7 @@ def _converse(host: Host, operation: Operation, model_id: str, body: bytes) -> J
         model_id,
         ("chat", asked.body),
         asked.own,
+        asked=asked.data,
         whole=whole,
         streaming=streaming if stream else None,
         headers={},
@@ -150,11 +153,12 @@ def _job(
     call: tuple[Api, Json],
     own: Json,
     *,
+    asked: Json,
     whole: Callable[[list[Json], Account], tuple[Any, Mapping[str, str]]],
     streaming: Streaming | None,
     headers: Mapping[str, str],
 ) -> Job:
-    """The job, once it is clear who answers; `own` has the host's own fields."""
+    """The job, once it is clear who answers; `own` has the host's own fields, `asked` is the body as sent."""
     choice = answering.chosen(host, lambda names: model_ids.choose(model_id, own, names))
     request_id = str(uuid.uuid4())
     task = Task(
@@ -168,6 +172,7 @@ def _job(
         task,
         choice,
         operation,
+        asked,
         whole,
         streaming=streaming,
         headers={REQUEST_ID: request_id, **headers},

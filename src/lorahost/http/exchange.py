@@ -20,12 +20,12 @@ from typing import Any
 
 from flask import Response
 
+from lorahost.account import CLIENT_GONE_STATUS
 from lorahost.engine.loop import EngineLoop
 from lorahost.errors import EngineFailedError, HostError, UnavailableError
 from lorahost.http.client_socket import ClientGoneError, ClientSocket
 
 log = logging.getLogger(__name__)
-CLIENT_GONE_STATUS = 499
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

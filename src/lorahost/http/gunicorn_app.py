@@ -13,6 +13,7 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
+from lorahost.exit_codes import ExitCode
 from lorahost.host import KILL_AFTER_S, Host, kill_children
 from lorahost.http.worker import HostLogger, HostWorker, connection_limit, limit_patience
 from lorahost.settings import Settings
@@ -22,7 +23,6 @@ PR_SET_CHILD_SUBREAPER = 36
 NOT_FOR_US = frozenset({signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2})
 SHM = Path("/dev/shm")
 KEEPALIVE_S = 75
-EXIT_WORKER_LOST = 5
 # kept alive between requests, beside those that hold a thread
 IDLE_CONNECTIONS = 1024
 # gunicorn's largest: adapters are registered through the query as well
@@ -115,10 +115,10 @@ def _worker_ended(arbiter: Any, worker: Any) -> None:
     stopping = not arbiter.LISTENERS
     if not stopping:
         kill_children()
-        raise HaltServer("the worker ended", EXIT_WORKER_LOST)
+        raise HaltServer("the worker ended", ExitCode.WORKER_LOST)
 
 
 def _quit(worker: Any) -> None:
     """SIGQUIT or SIGINT in the worker: nothing is waited for."""
     kill_children()
-    os._exit(0)
+    os._exit(ExitCode.DRAINED)

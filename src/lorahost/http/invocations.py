@@ -7,6 +7,7 @@ from typing import Any
 
 from flask import Flask, Response, request
 
+from lorahost.account import Account
 from lorahost.core import Json
 from lorahost.errors import HostError
 from lorahost.host import Host
@@ -14,7 +15,7 @@ from lorahost.http import answering
 from lorahost.http.answering import Job, Names, Streaming
 from lorahost.http.bodies import read_body
 from lorahost.http.exchange import json_bytes
-from lorahost.pipeline import Account, Task
+from lorahost.pipeline import Task
 from lorahost.requests import attributes, invocation, lmi, selection, streams
 from lorahost.requests.headers import decoded
 from lorahost.requests.invocation import Invocation, RequestSettings
@@ -93,6 +94,7 @@ def _job(host: Host, asked: Invocation, choice: Choice) -> Job:
         task,
         choice,
         request.path,
+        asked.body,
         whole,
         streaming=streaming if asked.stream else None,
         session_id=asked.session_id,

@@ -21,6 +21,7 @@ from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 
 from lorahost.errors import EngineFailedError, HostError, InvalidRequestError
+from lorahost.exit_codes import ExitCode
 from lorahost.http.exchange import error_head
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ OTHER_FILES = 512
 LEAST_CONNECTIONS = 64
 ENDED = re.compile(r"Worker \(pid:(\d+)\) (?:was sent|exited)")
 REASONS = {
-    "Worker failed to boot.": "the engine has failed (exit code 3)",
-    "App failed to load.": "the server could not start (exit code 4)",
+    "Worker failed to boot.": f"the engine has failed (exit code {ExitCode.ENGINE_DEAD})",
+    "App failed to load.": f"the server could not start (exit code {ExitCode.START_FAILED})",
 }
 
 

@@ -71,11 +71,6 @@ class SessionStore:
         # In order of creation, which is the order of expiry as long as the clock does not step back.
         self._sessions: dict[str, Session] = {}
 
-    def __len__(self) -> int:
-        with self._lock:
-            self._purge()
-            return len(self._sessions)
-
     def handle(self, action: SessionAction, session_id: str | None) -> SessionAnswer:
         """Answers a session request; `session_id` is the header, which a NEW_SESSION ignores.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lorahost
+from lorahost import server_flags
 from lorahost.adapters import chat_template
 from lorahost.environment import flag_value
 from lorahost.errors import InvalidRequestError
@@ -79,10 +80,11 @@ def with_defaults(tokens: Sequence[str], *, model: str, base_name: str, lora: Lo
 
 
 def parse(line: Sequence[str]) -> argparse.Namespace:
-    """Parses with vLLM's own server parser.
+    """Parses with vLLM's own server parser, and loads the parser plugins that the line names.
 
     Raises:
-        InvalidRequestError: an unknown flag or a bad value; the message is vLLM's.
+        InvalidRequestError: an unknown flag or a bad value; the message is vLLM's. Or a flag of vLLM's own HTTP server
+            whose promise would be broken.
     """
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -102,9 +104,26 @@ def parse(line: Sequence[str]) -> argparse.Namespace:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             args: argparse.Namespace = parser.parse_args(list(line))
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError, OSError) as error:
+        _load_parsers(args)
+    except (TypeError, ValueError, OSError, KeyError) as error:
         raise refused(error) from error
+    defaults = {field: parser.get_default(field) for field in server_flags.REFUSED}
+    if broken := server_flags.hidden(args, defaults):
+        raise InvalidRequestError(f"{server_flags.NOT_HERE}: {'; '.join(broken)}", code="server_flag")
     return args
+
+
+def _load_parsers(args: argparse.Namespace) -> None:
+    """What vLLM's server does before it opens its socket: plugins first, then the names of parsers are checked."""
+    from vllm.entrypoints.openai.api_server import validate_api_server_args
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    validate_api_server_args(args)
 
 
 def prepare_environment(model: str) -> None:
