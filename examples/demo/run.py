@@ -115,7 +115,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     names = sorted(p.name for p in adapters.iterdir() if p.is_dir())
     log = Path(tempfile.gettempdir()) / f"lorahost-demo-{options.port}.log"
-    environment = os.environ | {
+    # a client's key of another server would be taken for a wish that this one can't keep
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"}
+    environment = inherited | {
         "SM_VLLM_MODEL": str(HERE / "model"),
         "LORAHOST_BASE_NAME": "base",
         "LORAHOST_ADAPTERS_DIR": str(adapters),

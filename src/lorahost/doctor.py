@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "transformers", "flask", "gunicorn", "boto3")
 
 
 def report(environ: Mapping[str, str]) -> dict[str, Any]:
-    """All findings as JSON types; `ok` says whether `serve` would start."""
+    """All findings as JSON types; `ok` says whether all that `serve` checks before there is an engine is fine."""
     try:
         settings = load_settings(environ)
     except HostError as error:
@@ -40,7 +40,7 @@ def report(environ: Mapping[str, str]) -> dict[str, Any]:
         "versions": versions(),
         "checks": [{"check": f.check, "ok": f.ok, "message": f.message} for f in findings],
         "warnings": warnings,
-        "adapters": facts | {"flags": list(flags.tokens)},
+        "adapters": facts | {"flags": start_log.shown_environment(settings, flags)["vllm"]},
         "moe_lora": _moe_lora(),
         "kernels": _kernels(settings, environ),
     }

@@ -88,6 +88,17 @@ def flag_value(tokens: Sequence[str], flag: str) -> str | None:
     return None if value is None or value.startswith("--") else value
 
 
+def flag_number(tokens: Sequence[str], flag: str) -> int:
+    """The number behind `--flag`; 1 where the flag is absent, or has a value that is vLLM's to refuse."""
+    value = flag_value(tokens, flag) or ""
+    return int(value) if value.isdecimal() and int(value) > 0 else 1
+
+
+def shards(tokens: Sequence[str]) -> int:
+    """GPUs that the base model's weights are spread over."""
+    return flag_number(tokens, "--tensor-parallel-size") * flag_number(tokens, "--pipeline-parallel-size")
+
+
 def tokens(flag: str, value: str) -> list[str]:
     """One variable as tokens: true and empty are a bare flag, false is none, JSON lists are spread."""
     name = f"--{flag}"

@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     ENGINE_DEAD = 3, "the engine died or hung, after `LORAHOST_EXIT_GRACE_S`"
     START_FAILED = 4, "the engine or the host did not start, after `LORAHOST_EXIT_GRACE_S`; the log says why"
     WORKER_LOST = 5, "the server's worker process was killed, by the out-of-memory killer for example"
-    SETTINGS = 30, "a bad or unknown setting, or a flag of vLLM's own HTTP server that can't be kept"
+    SETTINGS = 30, "a bad or unknown setting, or a variable of vLLM's own HTTP server whose promise can't be kept"
     MODEL = 31, "no base model, or its files are not all there"
     ENGINE = 32, "no vLLM, or another version"
     PLUGIN = 33, "the vLLM plugin is missing or shut out by `VLLM_PLUGINS`"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lorahost.environment import engine_flags, flag_value
+from lorahost.environment import engine_flags, flag_number, flag_value, shards
 from lorahost.errors import HostError
 from lorahost.exit_codes import ExitCode
 from lorahost.settings import ModelChoice, Settings
@@ -98,12 +98,12 @@ def _model(settings: Settings, environ: Mapping[str, str]) -> Finding:
 
 def _missing_weights(path: Path, tokens: Sequence[str]) -> str:
     """What a model folder lacks; other load formats than the usual know other files, or none."""
-    if (flag_value(tokens, "--load-format") or "auto") not in ("auto", "hf", "safetensors"):
-        return ""
+    if (flag_value(tokens, "--load-format") or "auto") not in ("auto", "hf", "safetensors") or "--config" in tokens:
+        return ""  # a configuration file may name another format
     if not any(file.suffix in WEIGHT_SUFFIXES for file in path.iterdir()):
         return f"which has no weights (files ending in {', '.join(WEIGHT_SUFFIXES)})"
-    if any(path.glob("consolidated*.safetensors")):
-        return ""  # Mistral's own files, which vLLM prefers; the other index may name what was left out
+    if any(path.glob("consolidated*.safetensors")) or not any(path.glob("*.safetensors")):
+        return ""  # Mistral's own files, which vLLM prefers, or none: the index may name what was left out
     try:
         named = set(json.loads((path / WEIGHT_INDEX).read_text())["weight_map"].values())
     except FileNotFoundError:
@@ -206,10 +206,6 @@ def _port(settings: Settings, environ: Mapping[str, str]) -> Finding:
 
 
 def _parallel(environ: Mapping[str, str]) -> int:
-    """GPUs that the flags ask for; a value that is no number is vLLM's to refuse."""
+    """GPUs that the flags ask for."""
     tokens = engine_flags(environ).tokens
-    count = 1
-    for flag in ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"):
-        value = flag_value(tokens, flag) or "1"
-        count *= int(value) if value.isdecimal() else 1
-    return count
+    return shards(tokens) * flag_number(tokens, "--data-parallel-size")

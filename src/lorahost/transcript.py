@@ -10,15 +10,15 @@ from lorahost.core import Json
 from lorahost.formats import DONE_EVENT
 
 MAX_CHARS = 100_000
-# members of the bodies that hold what is asked; `system` is Converse's
-ASKED = ("system", "messages", "prompt", "inputs")
+# members of the bodies that hold what is asked
+ASKED = ("messages", "prompt", "inputs")
 
 
 class Transcript:
     """The prompt of one request and the answer as far as it has come.
 
     Args:
-        body: As the client sent it.
+        body: As the client sent it; a Converse request as the chat that it became.
         max_chars: Of the prompt, and of all choices' texts together; what is beyond is dropped as it comes.
     """
 

@@ -83,6 +83,14 @@ def test_an_unknown_field_is_ignored_and_said_so(controlled: Server, adapter: Ma
     assert controlled.remove("odd").status == 200
 
 
+@pytest.mark.parametrize("kind", ["application/octet-stream", "application/vnd.api+json", "text/json", ""])
+def test_a_body_is_json_whatever_the_platform_calls_it(controlled: Server, adapter: Maker, kind: str) -> None:
+    body = json.dumps({"name": "odd", "src": str(adapter("odd"))}).encode()
+    answer = controlled.request("POST", "/adapters", body, {"Content-Type": kind})
+    assert answer.status == 200
+    assert controlled.remove("odd").status == 200
+
+
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"name"', b"\xff\xfe", b"7"])
 def test_a_body_that_is_no_object_is_refused(server: Server, body: bytes) -> None:
     answer = server.request("POST", "/adapters", body)

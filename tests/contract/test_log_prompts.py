@@ -74,7 +74,7 @@ def test_converse(logging: Server, operation: str) -> None:
     answer = ask(modelId="base", messages=CONVERSED, system=system, inferenceConfig=limit)
     list(answer.get("stream", []))
     line = added(logging, before)
-    assert asked_for(line) == {"system": system, "messages": CONVERSED}
+    assert asked_for(line) == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "tell me"}]
     assert line["answer"] == ["base base "]
 
 

@@ -107,6 +107,8 @@ def test_the_worker_extension_is_there() -> None:
         (["--speculative-config", "{broken"], "{broken"),
         (["--dtype", "weird"], "choose from"),
         (["--enable-auto-tool-choice"], "--tool-call-parser"),
+        (["--reasoning-parser", "nosuch"], "'nosuch' is none of"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "nosuch"], "nosuch"),
         (["--chat-template", "/no/such/template"], "/no/such/template"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
         (["--help"], "--help"),
@@ -118,6 +120,7 @@ def test_what_vllm_refuses_is_said_in_its_words(
     with pytest.raises(InvalidRequestError, match="vLLM refuses its arguments") as refused:
         parse(["--model", "m", *tokens])
     assert words in refused.value.message
+    assert not refused.value.message.endswith('"')
     assert refused.value.code == "engine_arguments"
     assert "usage:" not in capfd.readouterr().out
 

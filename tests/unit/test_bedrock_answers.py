@@ -19,7 +19,7 @@ from lorahost.bedrock.converse import Conversation
 
 
 def asked(*paths: str, max_tokens: int | None = None, **echoed: Any) -> Conversation:
-    return Conversation({}, {}, {}, paths, max_tokens, echoed)
+    return Conversation({}, {}, paths, max_tokens, echoed)
 
 
 def chat(finish: str = "stop", stop: int | str | None = None, cached: int | None = None, **message: Any) -> Any:

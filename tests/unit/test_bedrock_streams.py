@@ -48,7 +48,7 @@ def tool(index: int, arguments: str | None = None, name: str | None = None) -> D
 
 
 def conversation(*paths: str, max_tokens: int | None = None) -> Conversation:
-    return Conversation({}, {}, {}, paths, max_tokens, {})
+    return Conversation({}, {}, paths, max_tokens, {})
 
 
 def converse(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lorahost.engine.vllm_026.plan import adapter_plan
 from lorahost.errors import HostError
 from lorahost.metrics import Metrics
 from lorahost.preflight import Finding
-from lorahost.settings import load_settings
+from lorahost.settings import engine_flags, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,27 @@ def test_more_slots_than_fit_is_a_warning(model: Path, monkeypatch: pytest.Monke
     [warning] = report["warnings"]
     assert warning.startswith("7 adapter slots")
     assert f"warn  {warning}" in doctor.text(report)
+
+
+def test_weights_are_shared_by_the_gpus_they_are_spread_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base model larger than one GPU's memory still leaves room for slots on each of several."""
+    gpu, weights = 48 << 30, 65 << 30
+    monkeypatch.setattr(device, "base_bytes", lambda _: weights)
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: gpu)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    free = [device.device_free_bytes(model, shards) for shards in (1, 2, 4)]
+    assert free == [0, int(0.9 * gpu) - weights // 2, int(0.9 * gpu) - weights // 4]
+    monkeypatch.setattr(device, "device_free_bytes", lambda _, shards: (shards - 1) << 40)
+    environ = {"SM_VLLM_MODEL": str(model), "OPTION_TENSOR_PARALLEL_DEGREE": "2", "SM_VLLM_PIPELINE_PARALLEL_SIZE": "2"}
+    plan = adapter_plan(load_settings(environ), str(model), engine_flags(environ).tokens)
+    assert plan is not None
+    assert plan.fits.device_free_bytes == 3 << 40
+
+
+def test_secrets_are_masked(model: Path) -> None:
+    report = doctor.report({"SM_VLLM_MODEL": str(model), "SM_VLLM_HF_TOKEN": "hf_secret123"})
+    assert report["adapters"]["flags"] == ["--hf-token", "***"]
+    assert "hf_secret123" not in json.dumps(report) + doctor.text(report)
 
 
 def test_warnings_of_the_start_are_said(model: Path) -> None:

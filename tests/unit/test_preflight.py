@@ -92,6 +92,24 @@ def test_a_model_folder_without_its_weights(environ: Environ) -> None:
     assert findings(environ | {"SM_VLLM_LOAD_FORMAT": "dummy"})["model"].ok
 
 
+def test_an_index_beside_no_safetensors_is_not_read(environ: Environ) -> None:
+    """As a download that left them out has it; vLLM then takes the other files, and reads no index."""
+    model = Path(environ["SM_VLLM_MODEL"])
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "not-here.safetensors"}}))
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"")
+    assert findings(environ)["model"].ok
+
+
+def test_a_configuration_file_may_name_another_load_format(environ: Environ) -> None:
+    model = Path(environ["SM_VLLM_MODEL"])
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert not findings(environ)["model"].ok
+    assert findings(environ | {"SM_VLLM_CONFIG": "engine.yaml"})["model"].ok
+
+
 def test_mistrals_own_files_go_before_the_index(environ: Environ) -> None:
     model = Path(environ["SM_VLLM_MODEL"])
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "not-here.safetensors"}}))

@@ -24,8 +24,7 @@ def event(**choice: Any) -> str:
         ({"prompt": "hi é", "max_tokens": 3}, "hi é"),
         ({"prompt": ["a", "b"]}, '["a","b"]'),
         ({"inputs": "once", "parameters": {}}, "once"),
-        ({"messages": [{"role": "user", "content": "é"}], "system": None}, '[{"role":"user","content":"é"}]'),
-        ({"messages": [], "system": [{"text": "s"}]}, '{"system":[{"text":"s"}],"messages":[]}'),
+        ({"messages": [{"role": "user", "content": "é"}], "prompt": None}, '[{"role":"user","content":"é"}]'),
         ({}, "{}"),
     ],
 )

@@ -27,7 +27,6 @@ class Conversation:
     """A Converse request that was read and found well-formed.
 
     Attributes:
-        data: As sent.
         body: OpenAI chat request, without `model` and `stream`.
         own: The host's own fields among `additionalModelRequestFields`.
         paths: JSON pointers into the OpenAI answer, for `additionalModelResponseFields`.
@@ -35,7 +34,6 @@ class Conversation:
         echoed: Members of the answer that say how the request was served, if it asked.
     """
 
-    data: Json
     body: Json
     own: Json
     paths: tuple[str, ...]
@@ -68,7 +66,7 @@ def parse(body: bytes, content_type: str | None, *, stream: bool) -> Conversatio
         # a deadline may end the stream after any chunk: each must know the counts
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": "deadline_s" in own}
     limit = chat.get("max_completion_tokens") or chat.get("max_tokens")
-    return Conversation(data, chat, own, paths, limit if isinstance(limit, int) else None, _echoed(asked))
+    return Conversation(chat, own, paths, limit if isinstance(limit, int) else None, _echoed(asked))
 
 
 def _echoed(asked: ConverseRequest) -> Json:

@@ -128,7 +128,8 @@ def _fields(kind: type[B]) -> B:
     body = read_body(request.environ, BODY_LIMIT_BYTES)
     merged: dict[str, Any] = dict(request.args)
     if body.strip():
-        merged |= read_object(body, request.content_type)
+        # whatever the platform calls it
+        merged |= read_object(body, None)
     try:
         return kind.model_validate(merged)
     except ValidationError as error:

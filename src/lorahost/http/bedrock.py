@@ -139,7 +139,7 @@ def _converse(host: Host, operation: Operation, model_id: str, body: bytes) -> J
         model_id,
         ("chat", asked.body),
         asked.own,
-        asked=asked.data,
+        asked=asked.body,
         whole=whole,
         streaming=streaming if stream else None,
         headers={},
@@ -158,7 +158,7 @@ def _job(
     streaming: Streaming | None,
     headers: Mapping[str, str],
 ) -> Job:
-    """The job, once it is clear who answers; `own` has the host's own fields, `asked` is the body as sent."""
+    """The job, once it is clear who answers; `own` has the host's own fields, `asked` is for the log."""
     choice = answering.chosen(host, lambda names: model_ids.choose(model_id, own, names))
     request_id = str(uuid.uuid4())
     task = Task(

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,12 @@ def parse(line: Sequence[str]) -> argparse.Namespace:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             args: argparse.Namespace = parser.parse_args(list(line))
         validate_parsed_serve_args(args)
-        _load_parsers(args)
-    except (TypeError, ValueError, OSError, KeyError) as error:
+        # a plugin may print
+        with contextlib.redirect_stdout(sys.stderr):
+            _load_parsers(args)
+    except KeyError as error:
+        raise refused(error.args[0] if error.args else error) from error
+    except (TypeError, ValueError, OSError) as error:
         raise refused(error) from error
     defaults = {field: parser.get_default(field) for field in server_flags.REFUSED}
     if broken := server_flags.hidden(args, defaults):
@@ -123,6 +128,9 @@ def _load_parsers(args: argparse.Namespace) -> None:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    known = ReasoningParserManager.list_registered()
+    if args.reasoning_parser and args.reasoning_parser not in known:
+        raise ValueError(f"reasoning parser {args.reasoning_parser!r} is none of {', '.join(sorted(known))}")
     validate_api_server_args(args)
 
 

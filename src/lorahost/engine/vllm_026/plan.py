@@ -11,7 +11,7 @@ from lorahost.adapters.layout import ModelLayout
 from lorahost.core import Json
 from lorahost.engine.vllm_026 import arguments
 from lorahost.engine.vllm_026.arguments import LoraDefaults
-from lorahost.environment import flag_value
+from lorahost.environment import flag_value, shards
 from lorahost.errors import AdapterRejectedError, InvalidRequestError
 from lorahost.settings import Settings
 
@@ -67,7 +67,7 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
     rank = capacity.slot_rank(tokens, settings.max_lora_rank)
     fits = capacity.work_out(
         capacity.adapter_bytes(layout, rank),
-        device_free_bytes=device_free_bytes(Path(model)),
+        device_free_bytes=device_free_bytes(Path(model), shards(tokens)),
         host_free_bytes=capacity.host_free_bytes(),
         max_slots=settings.max_slots,
         max_adapters=settings.max_adapters,
