@@ -85,7 +85,9 @@ class Settings(BaseSettings):
     max_queued: int = Field(256, ge=0, description="Requests that may wait for admission; one more gets 429.")
     max_sequences: int = Field(128, ge=1, description="Sequences of one request, prompts times `n`.")
     spare_threads: int = Field(64, ge=8, description="HTTP threads kept beyond running and queued requests.")
-    max_body_mb: float = Field(32.0, gt=0, description="Largest request body in MiB; a longer one gets 413.")
+    max_body_mb: float = Field(
+        32.0, gt=0, description="Largest request body in MiB, `/adapters` aside, where it is 1; a longer one gets 413."
+    )
     client_stall_s: float = Field(60.0, gt=0, description="Seconds a client may stop reading its stream.")
 
     adapters_dir: Path | None = Field(
@@ -97,7 +99,7 @@ class Settings(BaseSettings):
     )
     adapter_max_mb: float = Field(16384.0, gt=0, description="Largest adapter in MiB, unpacked.")
     adapter_timeout_s: float = Field(
-        900.0, gt=0, description="Seconds that fetching and importing one adapter may take."
+        900.0, gt=0, description="Seconds that importing one adapter may take once it is fetched."
     )
     probe: Literal["off", "warn", "refuse"] = Field(
         "warn", description="What an adapter without effect on the probe prompt means."
