@@ -146,6 +146,10 @@ def serve(case: Path, engine: Engine) -> dict[str, Any]:
         ]
 
     answers = {"alone": [ask([job])[0] for job in jobs], "mixed": ask(jobs), "reversed": ask(jobs[::-1])[::-1]}
+    graphs = llm.collective_rpc("lorahost_report")[0]["graph_nodes"]
+    print("graphs:", graphs)
+    if engine.skip and not graphs["builds"]:
+        raise RuntimeError(f"expected graphs that were built anew as adapters came and went, found {graphs}")
     drafts = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens"]
     return {"answers": answers, "operations": report["operations"], "drafts": sum(drafts) if drafts else None}
 

@@ -104,6 +104,8 @@ def measure(name: str, tokens: int, adapters: int) -> list[Result]:
             for _ in range(3):
                 graph.replay()
             times[state].append(spread(replay_us(graph, REPLAYS), LAYERS))
+    built = graph_nodes.report()
+    print(f"{name} M={tokens}: {built['builds']} builds of graphs of {LAYERS} layers, {built['build_ms']} ms")
     middle = {state: sorted(found, key=lambda t: t.p50)[len(found) // 2] for state, found in times.items()}
     return [Result(middle[state], errors[state]) for state in STATES]
 

@@ -119,6 +119,8 @@ class FakeLibrary:
 
     def _give(self, found: dict[int, bool], out: Any, edges: Any, count: Any) -> int:
         if out is not None:
+            if not found:
+                return INVALID  # the driver takes no array for nothing
             assert len(out) == count._obj.value
             assert ctypes.sizeof(out) == 8 * len(out)
             assert edges is None or ctypes.sizeof(edges) == 8 * len(out), "an edge's data are 8 bytes"
@@ -142,6 +144,8 @@ class FakeLibrary:
         found = [(b, n, early) for n, node in nodes.items() for b, early in node.before.items()]
         count._obj.value = len(found)
         if before is not None:
+            if not found:
+                return INVALID
             assert ctypes.sizeof(before) == ctypes.sizeof(behind) == ctypes.sizeof(edges) == 8 * len(found)
             for i, (b, n, early) in enumerate(found):
                 before[i], behind[i], edges[i] = b, n, EARLY * early
@@ -150,6 +154,8 @@ class FakeLibrary:
     def _add_edges(self, graph: Any, before: Any, behind: Any, data: None, count: Any) -> int:
         assert data is None, "edges of the usual kind"
         nodes = self.graphs[_handle(graph)]
+        if not count.value:
+            return INVALID
         for i in range(count.value):
             if before[i] not in nodes or behind[i] not in nodes or before[i] in nodes[behind[i]].before:
                 return INVALID

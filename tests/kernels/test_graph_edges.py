@@ -130,6 +130,19 @@ def test_first_and_last_node_of_a_graph(cuda: FakeLibrary) -> None:
     assert replayed(graph) == ["router"]
     graph_nodes.set_touched(BOTH, frozenset())
     assert replayed(graph) == []
+    graph_nodes.set_touched(BOTH, BOTH)
+    assert replayed(graph) == ["router"]
+
+
+def test_a_graph_without_edges_or_nodes(cuda: FakeLibrary) -> None:
+    """The driver refuses an array for nothing: no edge at a single node, nor in a graph of one, no node in none."""
+    driver = graph_nodes.state.driver
+    assert driver is not None
+    for names in (["gemm"], []):
+        graph = captured(cuda, lambda launch, names=names: [launch(name) for name in names])
+        copy = driver.copy(graph._graph)
+        driver.fill(graph._graph, copy)
+        assert cuda.order(graph._graph) == cuda.order(copy) == names
 
 
 def test_a_fork_is_refused(cuda: FakeLibrary) -> None:

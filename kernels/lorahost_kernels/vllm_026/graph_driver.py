@@ -49,7 +49,10 @@ class GraphDriver(Protocol):
 
 
 class CudaDriver:
-    """`GraphDriver` by libcuda; raises DriverError. The functions with edge data came with CUDA 12.3."""
+    """`GraphDriver` by libcuda; raises DriverError. The functions with edge data came with CUDA 12.3.
+
+    A function that lists things refuses an array for none of them, so each is asked for their number first.
+    """
 
     def __init__(self) -> None:
         try:
@@ -97,7 +100,8 @@ class CudaDriver:
                 has = self._neighbours(self._before, behind)
                 if any(has.get(b) for b in before):
                     raise DriverError("a launch may start before one has ended that it must wait for by another way")
-                new = [b for b in before if b not in has]
+                if not (new := [b for b in before if b not in has]):
+                    continue
                 # no edge data: each edge waits for the end of a node, as behind launches that may not start early
                 _check(
                     self._add_edges,
@@ -106,11 +110,7 @@ class CudaDriver:
             _check(self._destroy_node, ctypes.c_void_p(node))
 
     def fill(self, graph: int, content: int) -> None:
-        count = ctypes.c_size_t()
-        _check(self._nodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
-        nodes = _room(count)
-        _check(self._nodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
-        for node in _handles(nodes, count.value):
+        for node in self._nodes_of(graph):
             _check(self._destroy_node, ctypes.c_void_p(node))
         added, child = ctypes.c_void_p(), ctypes.c_void_p()
         _check(
@@ -123,10 +123,21 @@ class CudaDriver:
     def destroy(self, graph: int) -> None:
         _check(self._destroy_graph, ctypes.c_void_p(graph))
 
+    def _nodes_of(self, graph: int) -> list[int]:
+        count = ctypes.c_size_t()
+        _check(self._nodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
+        if not count.value:
+            return []
+        nodes = _room(count)
+        _check(self._nodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
+        return _handles(nodes, count.value)
+
     def _neighbours(self, function: Callable[..., int], node: int) -> dict[int, int]:
         """Nodes by their handles, and the data of the edge to each: 0 where it waits for the end."""
         count = ctypes.c_size_t()
         _check(function, ctypes.c_void_p(node), None, None, ctypes.byref(count))
+        if not count.value:
+            return {}
         nodes, edges = _room(count), _room(count, ctypes.c_uint64)
         _check(function, ctypes.c_void_p(node), nodes, edges, ctypes.byref(count))
         return dict(zip(_handles(nodes, count.value), edges, strict=True))
@@ -140,6 +151,8 @@ class CudaDriver:
     def _edge_kinds(self, graph: int) -> Counter[int]:
         count = ctypes.c_size_t()
         _check(self._edges, ctypes.c_void_p(graph), None, None, None, ctypes.byref(count))
+        if not count.value:
+            return Counter()
         before, behind, data = _room(count), _room(count), _room(count, ctypes.c_uint64)
         _check(self._edges, ctypes.c_void_p(graph), before, behind, data, ctypes.byref(count))
         return Counter(data)
