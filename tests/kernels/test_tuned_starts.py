@@ -1,6 +1,7 @@
 """Where a run of the tuner begins: from the files in use, the most similar model's points last."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from tests.kernels.tuned_simulated import Clock, Simulated, spaces_of, tuner
 
 from lorahost_kernels.tune import plan, shipped, writer
-from lorahost_kernels.tune.known import Known, choice_of
+from lorahost_kernels.tune.known import Choice, Known, choice_of
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.space import groupings
 from lorahost_kernels.tuned.load import folder
@@ -86,6 +87,41 @@ def test_a_start_is_timed_at_its_point_and_beats_a_worse_one() -> None:
     again, _ = second.tune_place(place, bench, clock())
     assert again is not None
     assert choice_of(again) == choice_of(found)
+
+
+class Misleading(Simulated):
+    """Product by product the tiles `used` are slower than what a descent finds; the whole layer is faster with them."""
+
+    used: Choice
+
+    def turns(self, choices: Sequence[Choice]) -> list[list[float]]:
+        default = {name: space.default(None) for name, space in self.spaces.items()}
+        return [[90.0 if c == self.used else 100.0 if c == default else 95.0] * 5 for c in choices]
+
+
+def test_what_is_in_use_goes_only_for_what_is_faster_in_turns_with_it() -> None:
+    clock, place = Clock(), Place("dense", 16)
+    spaces = spaces_of(place)
+    found, _ = tuner(clock)[0].tune_place(place, Simulated(place, spaces, clock), 1e9)
+    assert found is not None
+    key = next(iter(found.rows))
+    other = replace(found.rows[key].config, num_warps=8 if found.rows[key].config.num_warps < 8 else 4)
+    used = replace(found, rows={**found.rows, key: replace(found.rows[key], config=other)})
+    bench = Misleading(place, spaces, clock)
+    bench.used = choice_of(used)
+    alone, _ = tuner(clock)[0].tune_place(place, bench, 1e9)
+    assert alone is not None
+    assert (choice_of(alone), alone.after_us) == (choice_of(found), 95.0)
+    second, third = tuner(clock)[0], tuner(clock)[0]
+    for tuner_of_used in (second, third):
+        tuner_of_used.learn(used)
+    again, _ = second.tune_place(place, bench, 1e9)
+    assert again is not None
+    assert (choice_of(again), again.before_us, again.after_us) == (choice_of(used), 100.0, 90.0)
+    bench.wrong = {pair for name, pair in choice_of(used).items() if pair != choice_of(found)[name]}
+    without, _ = third.tune_place(place, bench, 1e9)
+    assert without is not None
+    assert choice_of(without) == choice_of(found), "tiles that don't run are no choice"
 
 
 def test_another_models_tiles_displace_none_of_the_models_own() -> None:

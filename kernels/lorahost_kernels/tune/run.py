@@ -164,8 +164,12 @@ class Tuner:
         # without the change of grouping, in case that the whole layer says otherwise than its products
         choices = [self._choice(spaces, descents, way, ways[0]) for way in dict.fromkeys([best, ways[0]])]
         count = sum(time < FAILED for descent in descents.values() for time in descent.times.values())
-        taken, before, after = self._verdict(place, bench, [default], [c for c in choices if c != default])
-        return self._result(place, bench, default, taken, (before, after)), count
+        used = self._used(place, descents)
+        holds = [default, *(c for c in used if c != default)]
+        taken, times = self._verdict(place, bench, holds, [c for c in choices if c not in holds])
+        if taken is None and len(holds) > 1:
+            taken, times = self._verdict(place, bench, [default], holds[1:])
+        return self._result(place, bench, default, taken or default, (times[0], times[-1])), count
 
     def tune_again(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
         """(a result that is better than what the point holds, new candidates timed); no result where none is."""
@@ -178,10 +182,10 @@ class Tuner:
         choices = [c for c in choices if c not in holds]
         if not choices:
             return None, again.count
-        taken, before, after = self._verdict(place, bench, holds, choices)
-        if taken in holds:
+        taken, times = self._verdict(place, bench, holds, choices)
+        if taken is None:
             return None, again.count
-        return self._result(place, bench, default, taken, (before, after)), again.count
+        return self._result(place, bench, default, taken, (times[0], times[-1])), again.count
 
     def _descent(self, place: Place, name: str, space: Space, way: int | None) -> Descent[Pair]:
         near = (
@@ -202,23 +206,31 @@ class Tuner:
             choice[name] = default if same else descent.best
         return choice
 
+    def _used(self, place: Place, descents: Mapping[Key, Descent[Pair]]) -> list[Choice]:
+        """What an engine would take at this point now, if it runs here; none or one."""
+        found = self.known.used.get(place, {})
+        keys = {name: (name, pair[0].block_m if pair[0].mode == "list" else None) for name, pair in found.items()}
+        timed = {name: descents[key].times for name, key in keys.items() if key in descents}
+        runs = all(timed.get(name, {}).get(pair, FAILED) < FAILED for name, pair in found.items())
+        return [found] if runs and found.keys() == {name for name, _ in descents} else []
+
     def _verdict(
         self, place: Place, bench: Bench, holds: Sequence[Choice], choices: Sequence[Choice]
-    ) -> tuple[Choice, float, float]:
-        """Times choices in turn with what they must beat: the defaults, and last what the point holds.
+    ) -> tuple[Choice | None, list[float]]:
+        """Times choices in turn with what they must beat: the defaults, and what the point holds or held before.
 
-        Takes the best choice that is right and gains beyond the noise, else the last of `holds`; (it, the defaults'
-        time, its time).
+        Returns the best choice that is right and gains beyond the noise, if any, and the times of `holds`, with that
+        choice's behind them.
         """
         times = bench.turns([*holds, *choices])
-        limit = min(median(t) * (1 - max(GAIN, noise(t))) for t in times[: len(holds)])
-        before, after = median(times[0]), median(times[len(holds) - 1])
-        for choice, found in sorted(zip(choices, times[len(holds) :], strict=True), key=lambda c: median(c[1])):
-            if median(found) < limit:
+        limit = min(map(limit_of, times[: len(holds)]))
+        middle = [median(t) for t in times]
+        for choice, found in sorted(zip(choices, middle[len(holds) :], strict=True), key=lambda c: c[1]):
+            if found < limit:
                 if bench.right(choice):
-                    return choice, before, median(found)
+                    return choice, [*middle[: len(holds)], found]
                 self.say(f"{place}: wrong at the full batch size, dropped: {choice}")
-        return holds[-1], before, after
+        return None, middle[: len(holds)]
 
     def _result(self, place: Place, bench: Bench, default: Choice, taken: Choice, times: tuple[float, float]) -> Result:
         """The result with the times of each operation alone."""
@@ -230,6 +242,11 @@ class Tuner:
             for op, (_, config), was, now in zip(names, halves_of(pair), old, new, strict=True):
                 rows[name if place.family == "dense" else "", op] = Row(config, was, now)
         return Result(place.family, place.adapters, place.rank, place.tokens, *times, rows)
+
+
+def limit_of(times: Sequence[float]) -> float:
+    """What another choice must be faster than, to be faster beyond the noise."""
+    return median(times) * (1 - max(GAIN, noise(times)))
 
 
 def noise(times: Sequence[float]) -> float:
