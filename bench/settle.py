@@ -1,10 +1,11 @@
 """Brings a tuned file in line with what another process measured: a row that does not hold there is not kept.
 
-python -m bench.settle FILE ROWS.csv [--other OTHER] [--rev REV]
+python -m bench.settle FILE ROWS.csv [--other OTHER | --new OTHER] [--rev REV]
 
-ROWS.csv is of `bench.tuned`, in a process that did not tune. Without --other it held FILE against the defaults: a point
-that was slower beyond the noise gets the defaults. With --other it held OTHER against FILE (`--against`): one that was
-faster there by more than the noise and 1 % is taken over with its run. Points without a row stay as they are.
+ROWS.csv is of `bench.tuned`, in a process that did not tune. Alone it held FILE against the defaults: a point that was
+slower beyond the noise gets the defaults. With --other it held OTHER against FILE (`--against`): one that was faster
+there by more than the noise and 1 % is taken over with its run. With --new it held OTHER against the defaults: a point
+that FILE lacks is taken over unless it was slower beyond the noise. Points without a row stay as they are.
 """
 
 import argparse
@@ -83,13 +84,37 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
         its = index_of(other, where)
         if its is None or second >= first * (1 - max(noise, GAIN)):
             continue
-        run = other["runs"][other[where.family][its]["run"]]
-        if run not in content["runs"]:
-            content["runs"].append(run)
-        points[index] = {**other[where.family][its], "run": content["runs"].index(run)}
+        points[index] = taken_over(content, other, other[where.family][its])
         changed.append(f"{where}: {second:.1f} us and not {first:.1f}")
     drop_unused_runs(content)
     return changed
+
+
+def add(content: Content, rows: list[dict[str, str]], other: Content) -> list[str]:
+    """Adds points of `other` that `content` lacks; a line for each. Raises ValueError for rows of something else."""
+    added = []
+    for row in rows:
+        where = Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
+        its = index_of(other, where)
+        if row["model"] != content["model"] or its is None or index_of(content, where) is not None:
+            continue
+        check(row, where, content["gpu"], False)
+        before, after, noise = (float(row[name]) for name in ("default_us", "tuned_us", "noise"))
+        if after > before * (1 + max(noise, GAIN)):
+            continue
+        content.setdefault(where.family, []).append(taken_over(content, other, other[where.family][its]))
+        added.append(f"{where}: new, {before:.1f} -> {after:.1f} us")
+    for family in FAMILIES:
+        content.get(family, []).sort(key=place)
+    return added
+
+
+def taken_over(content: Content, other: Content, point: Content) -> Content:
+    """A point of another file for this one, which gets its run."""
+    run = other["runs"][point["run"]]
+    if run not in content["runs"]:
+        content["runs"].append(run)
+    return {**point, "run": content["runs"].index(run)}
 
 
 def check(row: Mapping[str, str], where: Place, gpu: str, against: bool) -> None:
@@ -121,22 +146,24 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--rev", help="only rows of this git_rev")
-    parser.add_argument("--other", type=Path, metavar="OTHER", help="the file that ROWS.csv held against FILE")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--other", type=Path, metavar="OTHER", help="the file that ROWS.csv held against FILE")
+    which.add_argument("--new", type=Path, metavar="OTHER", help="the file that ROWS.csv held against the defaults")
     args = parser.parse_args()
     file = read(args.file)
     shape = ModelShape(file.model, file.moe_shape, file.module_shapes())
     content = json.loads(args.file.read_text())
     other = None
-    if args.other is not None:
-        of = read(args.other)
+    if path := args.other or args.new:
+        of = read(path)
         if (of.gpu, of.experts, of.modules) != (file.gpu, file.experts, file.modules):
-            print(f"{args.other} is of another GPU or shape", file=sys.stderr)
+            print(f"{path} is of another GPU or shape", file=sys.stderr)
             return 1
-        other = json.loads(args.other.read_text())
+        other = json.loads(path.read_text())
     try:
         with args.rows.open(newline="") as f:
             rows = [row for row in csv.DictReader(f) if args.rev in (None, row["git_rev"])]
-        changed = settle(content, shape, rows, other)
+        changed = add(content, rows, other) if args.new else settle(content, shape, rows, other)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -3,7 +3,8 @@
 python -m bench.untouched [--m 1 16 ...] [--adapters 8]
 
 Each graph has LAYERS times a base product, the LoRA launches on its output and another base product. Their time above
-that of the same graph without LoRA launches is the cost. Rows go to bench/results/untouched.csv. The outputs are
+that of the same graph without LoRA launches is the cost. What a graph pays that others were taken out of shows beside a
+graph of the same launches: "touched" and "touched, beside one skipped". Rows go to bench/results/untouched.csv. The outputs are
 checked: with an adapter against float64, without one they are the base product's, bit for bit.
 """
 
@@ -33,7 +34,8 @@ REPLAYS = 30
 RANK = 32
 # of GPT-OSS-20B: (in, out of each slice), and the columns of the base product behind it
 MODULES = {"router": (2880, (32,), 5120), "qkv": (2880, (4096, 512, 512), 4096), "o": (4096, (2880,), 5120)}
-STATES = ("no LoRA", "touched", "untouched, launched", "untouched, skipped")
+LAUNCHED, SKIPPED, BESIDE = "untouched, launched", "untouched, skipped", "touched, beside one skipped"
+STATES = ("no LoRA", "touched", BESIDE, LAUNCHED, SKIPPED)
 
 
 @dataclass
@@ -68,25 +70,32 @@ def blocks_of(name: str, tokens: int, adapters: int) -> list[Block]:
 
 def graph_of(state: str, blocks: list[Block]) -> torch.cuda.CUDAGraph:
     """The graph of one state, as it is replayed from here on."""
-    for block in blocks:
-        block.layer.routing.adapter_enabled.fill_(int(state == "touched"))
+    enable(blocks, state)
     graph_nodes.set_touched(frozenset({1, 2}), frozenset({1}))
 
     def lora(layer: cases.Layer) -> None:
         launch = partial(ops.linear, layer.y, layer.x, layer.lora_a, layer.lora_b, layer.routing)
-        graph_nodes.run_for(2 if state.endswith("skipped") else 1, launch)
+        graph_nodes.run_for(2 if state == SKIPPED else 1, launch)
+        if state == BESIDE:
+            graph_nodes.run_for(2, launch)
 
     return capture([partial(b.call, partial(lora, b.layer) if state != "no LoRA" else None) for b in blocks])
+
+
+def enable(blocks: list[Block], state: str) -> None:
+    """Lets the adapters have weights in the layers, or none."""
+    for block in blocks:
+        block.layer.routing.adapter_enabled.fill_(int(state.startswith("touched")))
 
 
 def error_of(state: str, graph: torch.cuda.CUDAGraph, block: Block) -> float:
     """Relative error of one layer's output; infinite where a row changed that should not."""
     layer = block.layer
-    layer.routing.adapter_enabled.fill_(int(state == "touched"))
+    enable([block], state)
     graph.replay()
     got = layer.y.clone()
     torch.mm(layer.x, block.weight, out=layer.y)
-    if state == "touched":
+    if state.startswith("touched"):
         return relative_error(got, reference(layer, True))
     return 0.0 if torch.equal(got, layer.y) else float("inf")
 
@@ -99,8 +108,7 @@ def measure(name: str, tokens: int, adapters: int) -> list[Result]:
     times: dict[str, list[Spread]] = {state: [] for state in STATES}
     for _ in range(TURNS):
         for state, graph in graphs.items():
-            for block in blocks:
-                block.layer.routing.adapter_enabled.fill_(int(state == "touched"))
+            enable(blocks, state)
             for _ in range(3):
                 graph.replay()
             times[state].append(spread(replay_us(graph, REPLAYS), LAYERS))
@@ -145,8 +153,8 @@ def main() -> int:
             right = all(r.error < LIMIT for r in results)
             red += not right
             print(line(f"{name} M={tokens}", results), flush=True)
-            launched, skipped = (r.time.p50 for r in results[2:] if r.time)
-            saved += [launched - skipped] if right else []
+            times = {state: r.time.p50 for state, r in zip(STATES, results, strict=True) if r.time}
+            saved += [times[LAUNCHED] - times[SKIPPED]] if right else []
             config = f"gpt-oss-20b rank={RANK} slots={SLOTS} adapters={args.adapters} layers={LAYERS} bf16"
             providers = [Named(state) for state in STATES]
             append(args.csv, COLUMNS, rows(name, tokens, config, args.rev, results, providers))

@@ -95,6 +95,31 @@ def test_a_point_that_was_faster_is_taken_over_with_its_run(
     assert {p["run"] for p in content["dense"]} == set(range(len(content["runs"])))
 
 
+def test_a_point_that_the_file_lacks_is_added_unless_it_was_slower(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.json"
+    content = json.loads(file.read_text())
+    other.write_text(json.dumps({**content, "runs": [RUN] * len(content["runs"])}))
+    gone = {(8, 32, 16), (8, 32, 64), (8, 16, 1)}
+    kept = {**content, "dense": [p for p in content["dense"] if settle.place(p) not in gone]}
+    file.write_text(json.dumps(kept))
+    measured = rows(
+        tmp_path / "r.csv",
+        (32, 16, 40.0, 38.0, 0.0), (32, 64, 50.0, 52.0, 0.01), (16, 1, 15.0, 15.1, 0.0), (32, 1, 18.0, 1.0, 0.0),
+    )  # fmt: skip
+    has = point(file, 32, 1)
+    assert run(monkeypatch, file, measured, "--new", other) == 0
+    content = json.loads(file.read_text())
+    assert {settle.place(p) for p in content["dense"]} == {settle.place(p) for p in kept["dense"]} | {
+        (8, 32, 16), (8, 16, 1),
+    }  # fmt: skip
+    assert [settle.place(p) for p in content["dense"]] == sorted(map(settle.place, content["dense"]))
+    assert point(file, 32, 16)["run"] == point(file, 16, 1)["run"] == RUN
+    assert point(file, 32, 1) == has, "a point of the file stays as it is"
+    read(file)
+
+
 def test_another_shapes_file_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = rows(tmp_path / "r.csv", (32, 64, 50.0, 45.0, 0.0))
     assert run(monkeypatch, file, measured, "--other", SHIPPED / "gpt-oss-20b.json") == 1
