@@ -207,6 +207,7 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
         ("backends", []),
         ("one_request", []),
         ("experts_alone", []),
+        ("untouched_engine", []),
         ("dense", []),
     ],
 )
