@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     # the next two are checked here and read by the kernels, in vLLM's processes, from the environment
     skip_untouched: Literal["on", "off"] = Field(
         "off",
-        description="On a GPU: no launches for modules that no resident adapter has weights for; slower so far, docs/kernels.md.",
+        description="On a GPU: no launches for modules that no resident adapter has weights for; slower so far.",
     )
     config_dir: Path | None = Field(None, description="Folder of tuned configurations instead of the packaged one.")
     max_lora_rank: int = Field(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.kernels.fake_cuda import FakeGraph, FakeLibrary, driver_of
+from tests.kernels.fake_cuda import STREAM, FakeGraph, FakeLibrary, driver_of
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -39,6 +39,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     monkeypatch.setattr(FakeGraph, "library", found, raising=False)
     with pytest.MonkeyPatch.context() as loading:
         monkeypatch.setattr(graph_nodes, "state", graph_nodes.State(driver_of(found, loading)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found

@@ -14,6 +14,7 @@ from lorahost_kernels.vllm_026.graph_nodes import run_either, run_for
 ROUTER, QKV = 11, 12
 BOTH = frozenset({ROUTER, QKV})
 OK, INVALID = 0, 1
+STREAM = 7
 EARLY = 0x010001  # data of an edge behind which a launch may start early
 FUNCTIONS = {
     "cuStreamGetCaptureInfo_v3": "_capture_info",
@@ -22,12 +23,12 @@ FUNCTIONS = {
     "cuGraphAddDependencies_v2": "_add_edges",
     "cuGraphClone": "_clone",
     "cuGraphNodeFindInClone": "_find",
-    "cuGraphGetNodes": "_get_nodes",
     "cuGraphGetEdges_v2": "_get_edges",
-    "cuGraphChildGraphNodeGetGraph": "_get_child",
     "cuGraphDestroyNode": "_destroy_node",
-    "cuGraphAddChildGraphNode": "_add_graph",
     "cuGraphDestroy": "_destroy_graph",
+    "cuGraphInstantiateWithFlags": "_instantiate",
+    "cuGraphLaunch": "_launch_graph",
+    "cuGraphExecDestroy": "_release",
 }
 
 
@@ -47,7 +48,8 @@ class FakeLibrary:
 
     def __init__(self) -> None:
         self.graphs: dict[int, dict[int, Node]] = {}
-        self._children: dict[int, dict[int, Node]] = {}
+        self.instances: dict[int, dict[int, Node]] = {}
+        self.ran: list[dict[int, Node]] = []
         self._numbers = itertools.count(1 << 40)  # more than 32 bits, as addresses have
         self.capturing: int | None = None
         self.last: list[int] = []
@@ -78,9 +80,9 @@ class FakeLibrary:
         self.graphs[self.capturing][node] = Node(name, dict.fromkeys(self.last, early))
         self.last = [node]
 
-    def order(self, graph: int) -> list[str]:
-        """Names in an order in which the graph may run; a child's nodes run as if they were the graph's own."""
-        nodes, done, names = self._flat(graph), set(), []
+    def order(self, graph: int | None = None) -> list[str]:
+        """Names in an order in which a graph may run; None: the last launch's."""
+        nodes, done, names = dict(self.ran[-1] if graph is None else self.graphs[graph]), set[int](), list[str]()
         while nodes:
             ready = [n for n, node in nodes.items() if node.before.keys() <= done]
             assert ready, "an edge to a node that is gone, or a circle"
@@ -89,15 +91,10 @@ class FakeLibrary:
                 names.append(nodes.pop(number).name)
         return names
 
-    def edges(self, graph: int) -> set[tuple[str, str, bool]]:
-        """(name before, name behind, may start early)."""
-        nodes = self._flat(graph)
+    def edges(self) -> set[tuple[str, str, bool]]:
+        """Of the last launch: (name before, name behind, may start early)."""
+        nodes = self.ran[-1]
         return {(nodes[b].name, node.name, early) for node in nodes.values() for b, early in node.before.items()}
-
-    def _flat(self, graph: int) -> dict[int, Node]:
-        nodes = self.graphs[graph]
-        [child] = self._children.keys() & nodes.keys() or [None]
-        return dict(nodes if child is None else self._children[child])
 
     def _new(self, nodes: dict[int, Node]) -> int:
         graph = next(self._numbers)
@@ -140,7 +137,7 @@ class FakeLibrary:
         return self._give(found, out, edges, count)
 
     def _get_edges(self, graph: Any, before: Any, behind: Any, edges: Any, count: Any) -> int:
-        nodes = self._children.get(_handle(graph)) or self.graphs.get(_handle(graph), {})
+        nodes = self.graphs[_handle(graph)]
         found = [(b, n, early) for n, node in nodes.items() for b, early in node.before.items()]
         count._obj.value = len(found)
         if before is not None:
@@ -178,32 +175,31 @@ class FakeLibrary:
         out._obj.value = found[0] if found else 0
         return OK if found else INVALID
 
-    def _get_nodes(self, graph: Any, out: Any, count: Any) -> int:
-        return self._give(dict.fromkeys(self.graphs[_handle(graph)], False), out, None, count)
-
     def _destroy_node(self, node: Any) -> int:
         nodes = self._graph_of(_handle(node))
         del nodes[_handle(node)]
-        self._children.pop(_handle(node), None)
         for other in nodes.values():
             other.before.pop(_handle(node), None)
         return OK
 
-    def _add_graph(self, out: Any, graph: Any, before: None, count: Any, child: Any) -> int:
-        assert not self.graphs[_handle(graph)]
-        assert count.value == 0
-        node = out._obj.value = next(self._numbers)
-        self.graphs[_handle(graph)][node] = Node("child", {})
-        self._children[node] = self._copied(self.graphs[_handle(child)])
-        return OK
-
-    def _get_child(self, node: Any, out: Any) -> int:
-        # a child's handle is its node's here
-        out._obj.value = _handle(node)
-        return OK
-
     def _destroy_graph(self, graph: Any) -> int:
         del self.graphs[_handle(graph)]
+        return OK
+
+    def _instantiate(self, out: Any, graph: Any, flags: Any) -> int:
+        assert flags.value == 0
+        assert self.capturing is None
+        out._obj.value = next(self._numbers)
+        self.instances[out._obj.value] = self._copied(self.graphs[_handle(graph)])
+        return OK
+
+    def _launch_graph(self, instance: Any, stream: Any) -> int:
+        assert stream.value == STREAM
+        self.ran.append(self.instances[_handle(instance)])
+        return OK
+
+    def _release(self, instance: Any) -> int:
+        del self.instances[_handle(instance)]
         return OK
 
 
@@ -214,10 +210,8 @@ class FakeGraph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         assert keep_graph, "the captured graph would be gone"
-        self.runs: list[list[str]] = []
         self.instantiated = 0
         self.pool: object = None
-        self._order: list[str] | None = None
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         self.pool = pool
@@ -230,17 +224,15 @@ class FakeGraph:
         return self._graph
 
     def instantiate(self) -> None:
-        # PyTorch destroys the one that it has before it makes another, which may fail
-        self._order = None
         self.instantiated += 1
-        self._order = self.library.order(self._graph)
 
     def replay(self) -> None:
-        assert self._order is not None, "the instantiated graph is gone"
-        self.runs.append(self._order)
+        # as PyTorch does for a graph that it keeps
+        self.instantiated = self.instantiated or 1
+        self.library.ran.append(dict(self.library.graphs[self._graph]))
 
     def reset(self) -> None:
-        self._order = None
+        self.instantiated = 0
 
 
 def layer(launch: Any) -> None:
@@ -272,7 +264,7 @@ def captured(library: FakeLibrary, call: Callable[[Callable[..., None]], object]
 def replayed(graph: Any) -> list[str]:
     """Names of the launches of one replay."""
     graph.replay()
-    return list(graph.runs[-1])
+    return list(graph.library.order())
 
 
 def driver_of(library: FakeLibrary, monkeypatch: Any) -> CudaDriver:

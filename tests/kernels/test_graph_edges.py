@@ -3,7 +3,18 @@
 from typing import Any
 
 import pytest
-from tests.kernels.fake_cuda import BOTH, QKV, ROUTER, FakeGraph, FakeLibrary, Node, captured, layer, replayed
+from tests.kernels.fake_cuda import (
+    BOTH,
+    QKV,
+    ROUTER,
+    STREAM,
+    FakeGraph,
+    FakeLibrary,
+    Node,
+    captured,
+    layer,
+    replayed,
+)  # fmt: skip
 
 from lorahost_kernels.vllm_026 import graph_nodes
 from lorahost_kernels.vllm_026.graph_driver import DriverError
@@ -15,11 +26,11 @@ def test_what_follows_waits_for_the_end_of_what_was_before(cuda: FakeLibrary) ->
     graph = captured(cuda, layer)
     graph_nodes.set_touched(BOTH, frozenset())
     graph.replay()
-    found = cuda.edges(graph.raw_cuda_graph())
+    found = cuda.edges()
     assert found == {("gemm", "topk", False), ("topk", "without", False), ("without", "sum", False)}
     graph_nodes.set_touched(BOTH, frozenset({ROUTER}))
     graph.replay()
-    found = cuda.edges(graph.raw_cuda_graph())
+    found = cuda.edges()
     assert found == {
         ("gemm", "router shrink", True),  # as captured
         ("router shrink", "router expand", True),
@@ -50,7 +61,7 @@ def test_a_gap_between_two_streams(cuda: FakeLibrary) -> None:
     graph = captured(cuda, call)
     graph_nodes.set_touched(BOTH, frozenset())
     graph.replay()
-    found = cuda.edges(graph.raw_cuda_graph())
+    found = cuda.edges()
     assert {b for b, n, _ in found if n == "join"} == {"x", "tail", "base"}
     assert {b for b, n, _ in found if n == "other"} == {"x", "tail"}
 
@@ -73,18 +84,16 @@ def test_a_second_edge_over_a_gap(cuda: FakeLibrary, early: bool) -> None:
     graph = captured(cuda, call)
     graph_nodes.set_touched(BOTH, frozenset())
     assert replayed(graph) == ["gemm", "topk"]
-    assert cuda.edges(graph.raw_cuda_graph()) == {("gemm", "topk", False)}
+    assert cuda.edges() == {("gemm", "topk", False)}
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("name", ["copy", "fill"])
 def test_a_copy_with_edges_of_another_kind_is_refused(
-    cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str, early: bool
+    cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     driver = graph_nodes.state.driver
     assert driver is not None
-    graph, empty = cuda.begin(), cuda.begin()
-    cuda.capturing = graph
+    graph = cuda.begin()
     for launch, soon in (("gemm", False), ("topk", False), ("router", True)):
         cuda.launch(launch, soon)
     copied = FakeLibrary._copied
@@ -95,16 +104,10 @@ def test_a_copy_with_edges_of_another_kind_is_refused(
             node.before = dict.fromkeys(node.before, early)
         return found
 
-    def call() -> None:
-        if name == "copy":
-            driver.copy(graph)
-        else:
-            driver.fill(empty, graph)
-
-    call()
+    driver.copy(graph)
     monkeypatch.setattr(FakeLibrary, "_copied", of_one_kind)
     with pytest.raises(DriverError, match="edges of other kinds"):
-        call()
+        driver.copy(graph)
 
 
 def test_a_stream_that_is_not_captured(cuda: FakeLibrary) -> None:
@@ -135,14 +138,13 @@ def test_first_and_last_node_of_a_graph(cuda: FakeLibrary) -> None:
 
 
 def test_a_graph_without_edges_or_nodes(cuda: FakeLibrary) -> None:
-    """The driver refuses an array for nothing: no edge at a single node, nor in a graph of one, no node in none."""
+    """The driver refuses an array for nothing, and there is no edge in a graph of one node."""
     driver = graph_nodes.state.driver
     assert driver is not None
     for names in (["gemm"], []):
         graph = captured(cuda, lambda launch, names=names: [launch(name) for name in names])
-        copy = driver.copy(graph._graph)
-        driver.fill(graph._graph, copy)
-        assert cuda.order(graph._graph) == cuda.order(copy) == names
+        driver.launch(driver.instantiate(driver.copy(graph._graph)), STREAM)
+        assert cuda.order() == names
 
 
 def test_a_fork_is_refused(cuda: FakeLibrary) -> None:

@@ -43,15 +43,26 @@ def test_a_graph_is_built_only_for_what_changes_in_it(cuda: FakeLibrary) -> None
     graph = captured(cuda, layer)
     graph_nodes.set_touched(BOTH, frozenset({QKV}))
     graph.replay()
-    before = graph.instantiated
     cuda.calls.clear()
     graph.replay()
     graph_nodes.set_touched(BOTH | {77}, frozenset({QKV, 77}))
     graph.replay()
-    assert (graph.instantiated, cuda.calls) == (before, [])
+    assert cuda.calls == ["cuGraphLaunch"] * 2
     graph_nodes.set_touched(BOTH, BOTH)
     graph.replay()
-    assert graph.instantiated == before + 1
+    assert cuda.calls.count("cuGraphInstantiateWithFlags") == 1
+
+
+def test_pytorch_launches_a_graph_that_lacks_nothing(cuda: FakeLibrary) -> None:
+    graph = captured(cuda, one_module)
+    assert (graph.instantiated, cuda.instances) == (1, {}), "before there are requests"
+    for touched, instances, names in (
+        (frozenset[int](), 1, ["gemm", "topk"]),
+        (BOTH, 0, ["gemm", "router", "topk"]),
+    ):
+        graph_nodes.set_touched(BOTH, touched)
+        assert replayed(graph) == names
+        assert len(cuda.instances) == instances
 
 
 def test_a_graph_without_such_launches_is_left_alone(cuda: FakeLibrary) -> None:
@@ -64,31 +75,35 @@ def test_a_graph_without_such_launches_is_left_alone(cuda: FakeLibrary) -> None:
 def test_copies_are_freed(cuda: FakeLibrary) -> None:
     graph, other = captured(cuda, layer), captured(cuda, layer)
     for touched in (BOTH, frozenset(), BOTH, frozenset({QKV})):
-        graph_nodes.set_touched(BOTH, touched)
-        graph.replay()
-    assert len(cuda.graphs) == 4, "each graph, and what was captured"
+        for one in (graph, other):
+            graph_nodes.set_touched(BOTH, touched)
+            one.replay()
+    assert (len(cuda.graphs), len(cuda.instances)) == (2, 2), "PyTorch's graphs, and what each launches"
     assert graph_nodes.report()["graphs"] == 2
     other.reset()
     del graph
     gc.collect()
-    assert len(cuda.graphs) == 2, "PyTorch's own"
+    assert (len(cuda.graphs), len(cuda.instances)) == (2, 0)
     assert graph_nodes.report()["graphs"] == 0
 
 
-def test_a_graph_whose_build_failed_is_never_replayed(cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["cuGraphClone", "cuGraphDestroyNode", "cuGraphInstantiateWithFlags"])
+def test_a_graph_that_lacks_what_is_needed_is_never_replayed(
+    cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where it can't be built with a module that an adapter touches now, the request fails; a later one tries again."""
     graph = captured(cuda, layer)
-    graph_nodes.set_touched(BOTH, BOTH)
+    graph_nodes.set_touched(BOTH, frozenset())
     graph.replay()
+    graph_nodes.set_touched(BOTH, frozenset({QKV}))
     with monkeypatch.context() as broken:
-        broken.setattr(cuda, "order", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        graph_nodes.set_touched(BOTH, frozenset({QKV}))
-        with pytest.raises(DriverError, match="out of memory; without LORAHOST_SKIP_UNTOUCHED=on"):
-            graph.replay()
-    for touched in (BOTH, frozenset({QKV})):
-        graph_nodes.set_touched(BOTH, touched)
-        with pytest.raises(DriverError, match="can't be replayed"):
-            graph.replay()
-    assert len(graph.runs) == 1
+        broken.setattr(FakeLibrary, FUNCTIONS[name], lambda *_: 2)
+        for _ in range(2):
+            with pytest.raises(DriverError, match=f"{name} failed with CUDA error 2; without LORAHOST_SKIP_UNTOUCHED"):
+                graph.replay()
+    assert len(cuda.ran) == 1
+    assert replayed(graph) == ["gemm", "topk", "qkv", "with", "sum"]
+    assert (len(cuda.graphs), len(cuda.instances)) == (1, 1), "nothing is left of what failed"
 
 
 def test_the_report_counts_builds(cuda: FakeLibrary) -> None:
@@ -127,8 +142,8 @@ def test_a_capture_takes_what_pytorch_gives_it(cuda: FakeLibrary, monkeypatch: p
     layer(cuda.launch)
     graph.capture_end()
     assert graph.pool == "pool"
-    assert graph.instantiated == 1
-    assert graph._order == ALL, "built before there are requests"
+    assert (graph.instantiated, len(cuda.instances)) == (0, 1), "built before there are requests"
+    assert replayed(graph) == ALL
     monkeypatch.setattr(cuda, "end", lambda: (_ for _ in ()).throw(RuntimeError("capture failed")))
     with pytest.raises(RuntimeError, match="capture failed"):
         captured(cuda, layer)

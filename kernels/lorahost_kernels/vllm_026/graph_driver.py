@@ -39,12 +39,20 @@ class GraphDriver(Protocol):
         """Takes nodes out of a graph: what came behind one of them waits for the end of what came before it."""
         ...
 
-    def fill(self, graph: int, content: int) -> None:
-        """Replaces all nodes of a graph by those of another, which stays as it is."""
-        ...
-
     def destroy(self, graph: int) -> None:
         """Frees a copy."""
+        ...
+
+    def instantiate(self, graph: int) -> int:
+        """What of a graph can be launched, until `release`; the graph may be destroyed before."""
+        ...
+
+    def launch(self, instance: int, stream: int) -> None:
+        """Launches an instantiated graph."""
+        ...
+
+    def release(self, instance: int) -> None:
+        """Frees an instantiated graph, at the end of its launches that are under way."""
         ...
 
 
@@ -62,9 +70,10 @@ class CudaDriver:
             self._behind = library.cuGraphNodeGetDependentNodes_v2
             self._add_edges = library.cuGraphAddDependencies_v2
             self._clone, self._find = library.cuGraphClone, library.cuGraphNodeFindInClone
-            self._nodes, self._edges = library.cuGraphGetNodes, library.cuGraphGetEdges_v2
-            self._add_graph, self._child = library.cuGraphAddChildGraphNode, library.cuGraphChildGraphNodeGetGraph
+            self._edges = library.cuGraphGetEdges_v2
             self._destroy_node, self._destroy_graph = library.cuGraphDestroyNode, library.cuGraphDestroy
+            self._instantiate, self._launch = library.cuGraphInstantiateWithFlags, library.cuGraphLaunch
+            self._release = library.cuGraphExecDestroy
         except (OSError, AttributeError) as error:
             raise DriverError(str(error)) from error
 
@@ -109,28 +118,19 @@ class CudaDriver:
                 )  # fmt: skip
             _check(self._destroy_node, ctypes.c_void_p(node))
 
-    def fill(self, graph: int, content: int) -> None:
-        for node in self._nodes_of(graph):
-            _check(self._destroy_node, ctypes.c_void_p(node))
-        added, child = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(
-            self._add_graph,
-            ctypes.byref(added), ctypes.c_void_p(graph), None, ctypes.c_size_t(0), ctypes.c_void_p(content),
-        )  # fmt: skip
-        _check(self._child, added, ctypes.byref(child))
-        self._compare_edges(content, int(child.value or 0))
-
     def destroy(self, graph: int) -> None:
         _check(self._destroy_graph, ctypes.c_void_p(graph))
 
-    def _nodes_of(self, graph: int) -> list[int]:
-        count = ctypes.c_size_t()
-        _check(self._nodes, ctypes.c_void_p(graph), None, ctypes.byref(count))
-        if not count.value:
-            return []
-        nodes = _room(count)
-        _check(self._nodes, ctypes.c_void_p(graph), nodes, ctypes.byref(count))
-        return _handles(nodes, count.value)
+    def instantiate(self, graph: int) -> int:
+        found = ctypes.c_void_p()
+        _check(self._instantiate, ctypes.byref(found), ctypes.c_void_p(graph), ctypes.c_uint64(0))
+        return int(found.value or 0)
+
+    def launch(self, instance: int, stream: int) -> None:
+        _check(self._launch, ctypes.c_void_p(instance), ctypes.c_void_p(stream))
+
+    def release(self, instance: int) -> None:
+        _check(self._release, ctypes.c_void_p(instance))
 
     def _neighbours(self, function: Callable[..., int], node: int) -> dict[int, int]:
         """Nodes by their handles, and the data of the edge to each: 0 where it waits for the end."""

@@ -1,8 +1,8 @@
 """Launches that are left out while no resident adapter needs them, in CUDA graphs, too.
 
 A graph is captured before the adapters come, so it has the launches of every module. The nodes of such launches are
-noted while a graph is captured. Before a replay that may leave out others than the last one did, the graph is built
-again without them from what was captured, and instantiated.
+noted while a graph is captured. Before a replay that may leave out others than the last one did, a copy of the graph
+without them is instantiated, which replays launch then in place of PyTorch's.
 
 Launches may be chained by programmatic dependent launch. What came behind a node that is left out waits for the end of
 what came before it, by an edge of the usual kind; `check` tries it on the device.
@@ -117,59 +117,77 @@ def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int
 
 
 class Launches:
-    """The noted nodes of one captured graph, and which of them the graph now lacks.
+    """The noted nodes of one captured graph, and the instance without some of them that is launched in its place.
+
+    Args:
+        graph: The captured graph, which stays as it is as long as this lives.
+        nodes: Its noted nodes.
 
     Raises:
         DriverError: The graph can't be copied, or nodes can't be taken out of it.
     """
 
     def __init__(self, graph: int, nodes: dict[Key, list[int]]) -> None:
-        self._nodes: dict[Key, list[int]] = {}
+        self._graph, self._nodes, self._driver = graph, nodes, state.driver
         self._out: frozenset[Key] = frozenset()
-        self._seen, self._broken = object(), False
+        self._seen = object()
+        self._instance: list[int] = []  # one at most; where there is none, the graph has all its launches
         self.builds, self.seconds = 0, 0.0
-        if not nodes or state.driver is None:
+        if not nodes or self._driver is None:
             return
+        # at the end of the process the driver may be gone
+        weakref.finalize(self, _release, self._driver, self._instance).atexit = False
         with advised():
-            self._whole = state.driver.copy(graph)
-            weakref.finalize(self, state.driver.destroy, self._whole).atexit = False  # the driver may be gone by then
-            self._nodes = {key: [state.driver.twin(n, self._whole) for n in found] for key, found in nodes.items()}
             # one that can't be built is met before there are requests
-            state.driver.destroy(self._without(state.driver, frozenset(self._nodes)))
+            self._driver.release(self._without(self._driver, frozenset(nodes)))
         _all.add(self)
 
-    def follow(self, graph: int, instantiate: Callable[[], object]) -> bool:
-        """Builds and instantiates the graph anew if other launches are to be left out than it lacks.
+    def ready(self) -> bool:
+        """Makes an instance if other launches are to be left out than it lacks; whether there is one.
 
-        Returns:
-            Whether it did. After a build that failed every call raises DriverError: no instantiated graph is left.
+        Raises:
+            DriverError: It can't be made; the next call tries again.
         """
-        if self._broken:
-            raise DriverError("a CUDA graph could not be built anew before, and can't be replayed")
-        if state.untouched is self._seen or state.driver is None:
-            return False
+        if self._driver is None or state.untouched is self._seen:
+            return bool(self._instance)
         untouched, began = state.untouched, time.perf_counter()
         out = frozenset(key for key in self._nodes if is_touched(key[0]) != key[1])
-        if changed := out != self._out:
-            self._broken = True
+        if out != self._out:
             with advised():
-                kept = self._without(state.driver, out)
-                state.driver.fill(graph, kept)
-                state.driver.destroy(kept)
-                instantiate()
+                new = [self._without(self._driver, out)] if out else []
+                _release(self._driver, self._instance)
+                self._instance += new
             self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began
-            self._broken = False
         self._seen, self._out = untouched, out
-        return changed
+        return bool(self._instance)
+
+    def replay(self) -> bool:
+        """Launches the instance on the current stream; False where there is none.
+
+        Random numbers of the graph would be the same at each launch, and a model has none.
+        """
+        if not self.ready():
+            return False
+        assert self._driver is not None
+        self._driver.launch(self._instance[0], torch.cuda.current_stream().cuda_stream)
+        return True
 
     def _without(self, driver: GraphDriver, out: frozenset[Key]) -> int:
-        copy = driver.copy(self._whole)
-        driver.remove(copy, [driver.twin(node, copy) for key in out for node in self._nodes[key]])
-        return copy
+        copy = driver.copy(self._graph)
+        try:
+            driver.remove(copy, [driver.twin(node, copy) for key in out for node in self._nodes[key]])
+            return driver.instantiate(copy)
+        finally:
+            driver.destroy(copy)
 
     def counts(self) -> tuple[int, int]:
         """(noted nodes, those that are left out)."""
         return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._out)
+
+
+def _release(driver: GraphDriver, instances: list[int]) -> None:
+    while instances:
+        driver.release(instances.pop())
 
 
 @contextmanager
@@ -188,7 +206,7 @@ def report() -> dict[str, int]:
     """Of all graphs with noted nodes.
 
     graphs, nodes: how many; out: nodes that were left out at their graph's last replay; builds, build_ms: how often
-    a graph was built anew, at the end of its capture or before a replay, and how long that took.
+    an instance was made, at the end of a capture or before a replay, and how long that took.
     """
     counts = [launches.counts() for launches in _all]
     return {
@@ -204,7 +222,7 @@ def following(base: Any) -> Any:
     """A subclass of `torch.cuda.CUDAGraph` whose replays leave out the launches of untouched modules."""
 
     class FollowingGraph(base):
-        """Keeps the captured graph, to build it anew."""
+        """Keeps the captured graph, to copy it."""
 
         def __init__(self, keep_graph: bool = False) -> None:
             super().__init__(keep_graph=True)
@@ -218,7 +236,7 @@ def following(base: Any) -> Any:
             nodes, state.recording = state.recording, None
             super().capture_end()
             self._launches = Launches(self.raw_cuda_graph(), nodes or {})
-            if not self._launches.follow(self.raw_cuda_graph(), self.instantiate):
+            if not self._launches.ready():
                 self.instantiate()
 
         def reset(self) -> None:
@@ -226,8 +244,8 @@ def following(base: Any) -> Any:
             self._launches = Launches(0, {})
 
         def replay(self) -> None:
-            self._launches.follow(self.raw_cuda_graph(), self.instantiate)
-            super().replay()
+            if not self._launches.replay():
+                super().replay()
 
     return FollowingGraph
 

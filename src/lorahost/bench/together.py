@@ -20,15 +20,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lorahost.bench import answers, rows, steps, together_plan, together_report
+from lorahost.bench import answers, decode_profile, rows, steps, together_plan, together_report
 from lorahost.bench.answers import Token
+from lorahost.bench.decode_profile import Profile
 from lorahost.bench.files import write_whole
 from lorahost.bench.point import Point, add_common_arguments, from_arguments, to_arguments
 from lorahost.bench.together_options import Options, add_arguments
 from lorahost.bench.together_plan import Job, Spec, Turn
 from lorahost.bench.turn_engines import Clock, TimeUpError
 from lorahost.bench.turn_group import Group, Say, Start
-from lorahost.bench.turns import PROBE, Ask
+from lorahost.bench.turns import PROBE, Ask, profile_of
 
 Command = Callable[[Spec, Path], list[str]]
 
@@ -70,6 +71,9 @@ class Together:
             raise ValueError(f"reference {options.reference!r}: must be one of the engines {', '.join(probed)}")
         if options.probe and any(spec.point.spec == "synthetic" for spec in self._specs):
             raise ValueError("probe: synthetic acceptance makes up its answers, there is nothing to compare")
+        self._profiled = next((load for load in point.loads if load.concurrency), None)
+        if options.profile and self._profiled is None:
+            raise ValueError("profile: needs a closed load in --loads")
         self._work = (options.work or Path(tempfile.gettempdir()) / "lorahost-bench").resolve()
         self._logs = options.logs or self._work / "logs"
         self._outcome = Outcome()
@@ -84,7 +88,7 @@ class Together:
         return line
 
     def run(self, command: Command | None = None) -> Outcome:
-        """Starts, probes and measures what is missing, and stops all engines whatever happens."""
+        """Starts, probes, measures what is missing and profiles, and stops all engines whatever happens."""
         o, left = self._options, self._left()
         self._say(f"{len(self._turns) - len(left)} of {len(self._turns)} turns are in {o.out}")
         self._group = Group(self._say, self._trouble, o.start_limit, o.limit, self._clock)
@@ -93,6 +97,7 @@ class Together:
                 self._group.start(self._starts(Path(folder), command or self.command))
                 self._prepare()
                 self._measure(self._left())
+                self._profile()
             except TimeUpError as error:
                 self._trouble(str(error))
             finally:
@@ -118,8 +123,9 @@ class Together:
         self._say(text)
 
     def _starts(self, folder: Path, command: Command) -> dict[str, Start]:
-        """Engines with a turn left, or all if answers are compared."""
+        """Engines with a turn left, or all if they are asked for more than rows."""
         busy = {turn.spec.name for turn in self._left()}
+        every = self._options.probe or self._options.profile
         # engines that compile the same graphs at the same time would write the same files
         caches = Path(os.environ.get("VLLM_CACHE_ROOT") or self._work / "caches").resolve()
         return {
@@ -130,7 +136,7 @@ class Together:
                 {"VLLM_CACHE_ROOT": str(caches / spec.file_name)},
             )
             for spec in self._specs
-            if spec.name in busy or (self._options.probe and spec.point.via == "engine")
+            if spec.name in busy or (every and spec.point.via == "engine")
         }
 
     def _prepare(self) -> None:
@@ -154,6 +160,21 @@ class Together:
                 (self._trouble if apart.differing else self._say)(text)
         if name not in found:
             self._trouble(f"no answers are compared: there are none of the reference {name}")
+
+    def _profile(self) -> None:
+        if not self._options.profile or self._profiled is None:
+            return
+        found: dict[str, Profile] = {}
+        for spec in self._specs:
+            if spec.point.via == "http":
+                self._say(f"{spec.name}: an engine behind the server is not profiled")
+            elif answer := self._group.ask(spec.name, profile_of(self._profiled)):
+                found[spec.name] = answer["profile"]
+        write_whole(self._logs / "profile.json", json.dumps(found))
+        if found:
+            self._say(f"\na decode step under {self._profiled}\n\n{decode_profile.table(found)}\n")
+        else:
+            self._trouble("no profile: there is no engine that could be asked")
 
     def _measure(self, left: Sequence[Turn]) -> None:
         for turn in left:

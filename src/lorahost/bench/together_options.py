@@ -39,6 +39,7 @@ OPTIONS = (
     Option("logs", "", "Folder of the engines' logs; '' for logs/ in the work folder.", "DIR"),
     Option("probe", False, "Compare answers with those of --reference before measuring."),
     Option("reference", "stock", "The engine whose answers are right.", "NAME"),
+    Option("profile", False, "After measuring, say where a decode step's time goes under the first closed load."),
 )  # fmt: skip
 # what two servers with a fixed plan need of them
 ROOM = ("kv-bytes", "utilization", "start-limit", "limit", "logs")
@@ -60,6 +61,7 @@ class Options:
     logs: Path | None
     probe: bool
     reference: str
+    profile: bool
     alternations: int
     out: Path
     work: Path | None

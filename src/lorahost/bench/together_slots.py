@@ -49,7 +49,7 @@ class SlotsTogether(Together):
         point = replace(point, benchmark="slots", slots=point.adapters, loads=loads)
         engines = f"{MANY}={point.path}@http,{FEW}={point.path}@http"
         own: dict[str, Any] = {"extra_of": {}, "slots_of": {FEW: few}, "spec_of": {}}
-        mine = replace(options, paths=engines, base_loads=(), probe=False, **own)
+        mine = replace(options, paths=engines, base_loads=(), probe=False, profile=False, **own)
         super().__init__(point, mine, say, clock)
         self._few = few
         many = next(spec for spec in self._specs if spec.name == MANY)

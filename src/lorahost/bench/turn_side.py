@@ -8,6 +8,7 @@ from typing import Protocol
 
 from lorahost.bench import turns
 from lorahost.bench.answers import Token
+from lorahost.bench.decode_profile import Profile
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.timings import Record
@@ -18,6 +19,7 @@ WARM_TOKENS = 64
 WARM_WIDTH = 4  # of an open loop's warm-up
 BURSTS, BURST_TOKENS = 16, 4  # at most so many bursts before it, and their answers' length
 Probe = Callable[[], Awaitable[dict[str, list[Token]]]]
+Profiled = Callable[[Load], Awaitable[Profile]]
 
 
 class Measured(Protocol):
@@ -29,7 +31,13 @@ class Measured(Protocol):
 
 
 async def answer(
-    point: Point, engine: Measured, known: Known, folder: Path, where: Mapping[str, str], probe: Probe | None = None
+    point: Point,
+    engine: Measured,
+    known: Known,
+    folder: Path,
+    where: Mapping[str, str],
+    probe: Probe | None = None,
+    profile: Profiled | None = None,
 ) -> None:
     """Warms an engine, then answers asks in `folder`; see `turns`.
 
@@ -40,6 +48,7 @@ async def answer(
         folder: Where the parent asks.
         where: The rows' provenance.
         probe: Greedy answers, where it can give them.
+        profile: Where a decode step's time goes under a load, where it can say so.
 
     Raises:
         WrongEngineError: all requests of a repeat failed.
@@ -52,6 +61,10 @@ async def answer(
             if probe is None:
                 raise ValueError("this engine can't be probed")
             return {"answers": await probe()}
+        if ask["what"] == "profile":
+            if profile is None:
+                raise ValueError("this engine can't be profiled")
+            return {"profile": await profile(Load.parse(ask["load"]))}
         return {"row": {**await _repeat(point, engine, known, ask), **where}}
 
     await turns.serve(folder, {"gpu": known["gpu"], "start_s": known["start_s"]}, act)

@@ -24,9 +24,9 @@ Json = dict[str, Any]
 
 
 class Ask(TypedDict):
-    """One repeat of a load, or the probe; `base` asks the base model although there are adapters."""
+    """One repeat of a load, the probe or a profile; `base` asks the base model although there are adapters."""
 
-    what: Literal["load", "probe"]
+    what: Literal["load", "probe", "profile"]
     load: str
     base: bool
     alternation: int
@@ -37,11 +37,18 @@ def words(ask: Ask) -> str:
     """An ask for messages."""
     if ask["what"] == "probe":
         return "the probe"
+    if ask["what"] == "profile":
+        return f"a profile under {ask['load']}"
     base = ", base traffic" if ask["base"] else ""
     return f"{ask['load']}{base}, round {ask['alternation']}, repeat {ask['repeat']}"
 
 
 PROBE: Ask = {"what": "probe", "load": "", "base": False, "alternation": 0, "repeat": 0}
+
+
+def profile_of(load: Load) -> Ask:
+    """Asks for a profile of decode steps under a closed load."""
+    return {"what": "profile", "load": str(load), "base": False, "alternation": 0, "repeat": 0}
 
 
 def row_point(point: Point, base: bool, alternation: int) -> Point:

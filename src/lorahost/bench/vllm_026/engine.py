@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -15,6 +16,7 @@ from typing import Any
 import lorahost
 from lorahost.bench import loads
 from lorahost.bench.answers import Token
+from lorahost.bench.decode_profile import Profile
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.prompts import random_ids
@@ -163,6 +165,13 @@ class Engine:
         if not report["wrapper"].startswith(wanted) or bool(report["wrapper"]) != self._point.lora:
             raise WrongEngineError(f"path {self._point.path} wants {wanted}*, the worker runs {report['wrapper']!r}")
         return report
+
+    async def profile(self, seconds: float) -> Profile:
+        """Where a step's time goes in the first worker, over the next `seconds` of whatever it is doing."""
+        await self._engine.collective_rpc("lorahost_bench_profile_start")
+        await asyncio.sleep(seconds)
+        profile: Profile = (await self._engine.collective_rpc("lorahost_bench_profile_stop"))[0]
+        return profile
 
 
 @contextlib.asynccontextmanager

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
+
+from lorahost.bench import decode_profile
+from lorahost.bench.decode_profile import Profile
 
 
 class Probe:
@@ -11,6 +17,7 @@ class Probe:
 
     model_runner: Any
     device: Any
+    lorahost_bench_profiler: Any
 
     def lorahost_bench_probe(self) -> dict[str, Any]:
         """The GPU's name, the experts' kernels, the LoRA wrapper's class (empty without LoRA), our operations."""
@@ -27,6 +34,34 @@ class Probe:
             "wrapper": ",".join(kinds),
             "operations": dict(getattr(install, "operations", {})),
         }
+
+    def lorahost_bench_profile_start(self) -> None:
+        """Starts to note what the GPU does and which calls start it.
+
+        Raises:
+            RuntimeError: there is no GPU.
+        """
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("a profile needs a GPU")
+        # the host's operations would slow it down and make other gaps
+        self.lorahost_bench_profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self.lorahost_bench_profiler.start()
+
+    def lorahost_bench_profile_stop(self) -> Profile:
+        """What was noted since the start; the trace itself, of many megabytes, stays here.
+
+        Raises:
+            ValueError: there is no whole step in it.
+        """
+        profiler = self.lorahost_bench_profiler
+        del self.lorahost_bench_profiler
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            return decode_profile.summarise(json.loads(trace.read_text()))
 
 
 def _manager(runner: Any) -> Any:
