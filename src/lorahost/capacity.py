@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +52,16 @@ def slot_rank(tokens: Sequence[str], max_lora_rank: int) -> int:
     return next(rank for rank in ENGINE_RANKS if rank >= max_lora_rank)
 
 
-def adapter_bytes(layout: ModelLayout, rank: int, bytes_per_weight: int = BYTES_PER_WEIGHT) -> int:
-    """Bytes of one adapter on all modules of `layout`, padded to `rank` as the engine's slots are."""
-    dense = {target.engine: target for target in layout.dense.values()}
-    weights: int = sum(rank * (t.in_features + t.out_features) for t in dense.values())
-    for experts in {target.engine: target for target in layout.experts.values()}.values():
+def adapter_bytes(
+    layout: ModelLayout,
+    rank: int,
+    bytes_per_weight: int = BYTES_PER_WEIGHT,
+    wrapped: Callable[[str], bool] = lambda engine: True,
+) -> int:
+    """Bytes of one adapter on all `wrapped` modules of `layout`, padded to `rank` as the engine's slots are."""
+    dense = [target for target in layout.dense_targets() if wrapped(target.engine)]
+    weights: int = sum(rank * (t.in_features + t.out_features) for t in dense)
+    for experts in (target for target in layout.expert_targets() if wrapped(target.engine)):
         roles: tuple[Role, ...] = ("gate_up", "down") if experts.form == "stacked" else ("gate", "up", "down")
         weights += experts.num_experts * rank * sum(sum(experts.features(role)) for role in roles)
     return weights * bytes_per_weight

@@ -7,6 +7,7 @@ by `settings`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,12 @@ def flag_value(tokens: Sequence[str], flag: str) -> str | None:
         return None
     value = next(iter(tokens[tokens.index(flag) + 1 :]), None)
     return None if value is None or value.startswith("--") else value
+
+
+def flag_values(tokens: Sequence[str], flag: str) -> tuple[str, ...]:
+    """All that follows `--flag` up to the next flag; empty where it is absent or bare."""
+    behind = tokens[tokens.index(flag) + 1 :] if flag in tokens else ()
+    return tuple(itertools.takewhile(lambda value: not value.startswith("--"), behind))
 
 
 def flag_number(tokens: Sequence[str], flag: str) -> int:

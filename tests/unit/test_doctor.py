@@ -161,6 +161,41 @@ def test_weights_are_shared_by_the_gpus_they_are_spread_over(model: Path, monkey
     assert plan.fits.device_free_bytes == 3 << 40
 
 
+@pytest.mark.parametrize(
+    ("names", "wrapped"),
+    [
+        (["experts"], {"experts"}),
+        (["qkv_proj"], {"q_proj", "k_proj", "v_proj"}),
+        # the engine has one module for the three
+        (["k_proj", "o_proj"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (["model.layers.0.mlp.experts"], set()),
+    ],
+)
+def test_modules_that_are_not_wrapped_take_no_memory(model: Path, names: list[str], wrapped: set[str]) -> None:
+    environ = {"SM_VLLM_MODEL": str(model), "SM_VLLM_LORA_TARGET_MODULES": json.dumps(names)}
+    plan = adapter_plan(load_settings(environ), str(model), engine_flags(environ).tokens)
+    assert plan is not None
+    layout = plan.layout
+
+    def has(engine: str) -> bool:
+        return engine in names or engine.rpartition(".")[2] in wrapped
+
+    assert plan.fits.slot_bytes == capacity.adapter_bytes(layout, plan.rank, wrapped=has)
+    assert 0 < plan.fits.slot_bytes < capacity.adapter_bytes(layout, plan.rank)
+    targets = [t.engine for t in layout.dense_targets() if has(t.engine)]
+    experts = [t.engine for t in layout.expert_targets() if has(t.engine)]
+    assert doctor.report(environ)["adapters"]["targets"] == len(targets) + 2 * len(experts)
+
+
+@pytest.mark.parametrize("name", ["expert", "lm_head", "proj"])
+def test_a_module_that_no_adapter_can_be_on_is_refused(model: Path, name: str) -> None:
+    environ = {"SM_VLLM_MODEL": str(model), "SM_VLLM_LORA_TARGET_MODULES": json.dumps(["experts", name])}
+    found = start(doctor.report(environ))
+    assert not found["ok"]
+    assert f"--lora-target-modules: no adapter can be on {name!r}" in found["message"]
+    assert "experts, " in found["message"]
+
+
 def test_secrets_are_masked(model: Path) -> None:
     report = doctor.report({"SM_VLLM_MODEL": str(model), "SM_VLLM_HF_TOKEN": "hf_secret123"})
     assert report["adapters"]["flags"] == ["--hf-token", "***"]

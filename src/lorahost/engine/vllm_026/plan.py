@@ -11,9 +11,12 @@ from lorahost.adapters.layout import ModelLayout
 from lorahost.core import Json
 from lorahost.engine.vllm_026 import arguments
 from lorahost.engine.vllm_026.arguments import LoraDefaults
-from lorahost.environment import flag_value, shards
+from lorahost.environment import flag_value, flag_values, shards
 from lorahost.errors import AdapterRejectedError, InvalidRequestError
 from lorahost.settings import Settings
+
+# vLLM wraps one module for several of the checkpoint's, and does so if any of these names is asked for
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class AdapterPlan:
         layout: The base model's LoRA targets.
         rank: Of a slot.
         fits: Slots and adapters that memory allows.
+        targets: Names of the modules that the engine wraps, as vLLM's flag has them; empty: all of the layout.
         lora: The flags that the host fills in.
         warning: What may be asked for in vain; empty where nothing is.
     """
@@ -31,16 +35,18 @@ class AdapterPlan:
     layout: ModelLayout
     rank: int
     fits: capacity.Capacity
+    targets: tuple[str, ...]
     lora: LoraDefaults
     warning: str
 
     def facts(self) -> Json:
         """For the log and `lorahost doctor`."""
+        dense = [t for t in self.layout.dense_targets() if is_wrapped(t.engine, self.targets)]
+        experts = [t for t in self.layout.expert_targets() if is_wrapped(t.engine, self.targets)]
         return {
             "architecture": self.layout.architecture,
             "max_lora_rank": self.rank,
-            "targets": len({t.engine for t in self.layout.dense_targets()})
-            + 2 * len({t.engine for t in self.layout.expert_targets()}),
+            "targets": len(dense) + 2 * len(experts),
             **self.fits.facts(),
         }
 
@@ -49,7 +55,8 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
     """The plan for adapters on `model`; None where LoRA is off. Sets what vLLM's import reads from the environment.
 
     Raises:
-        InvalidRequestError: an architecture that is not supported, or a config.json that lacks a size.
+        InvalidRequestError: an architecture that is not supported, a config.json that lacks a size, or
+            --lora-target-modules with a name that no adapter can be on.
         OSError: config.json can't be read.
     """
     arguments.prepare_environment(model)
@@ -65,8 +72,9 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
             f"{error.message}; LORAHOST_LORA=false serves the base model alone", code=error.code, details=error.details
         ) from error
     rank = capacity.slot_rank(tokens, settings.max_lora_rank)
+    targets = _targets(layout, tokens)
     fits = capacity.work_out(
-        capacity.adapter_bytes(layout, rank),
+        capacity.adapter_bytes(layout, rank, wrapped=lambda engine: is_wrapped(engine, targets)),
         device_free_bytes=device_free_bytes(Path(model), shards(tokens)),
         host_free_bytes=capacity.host_free_bytes(),
         max_slots=settings.max_slots,
@@ -74,7 +82,27 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
     )
     # one more than may be registered: a new version loads beside the one it replaces
     lora = LoraDefaults(fits.slots, fits.adapters + 1, rank, layout.engine_suffixes)
-    return AdapterPlan(layout, rank, fits, lora, _crowded(fits, tokens))
+    return AdapterPlan(layout, rank, fits, targets, lora, _crowded(fits, tokens))
+
+
+def _targets(layout: ModelLayout, tokens: Sequence[str]) -> tuple[str, ...]:
+    targets = flag_values(tokens, "--lora-target-modules")
+    engines = [*(t.engine for t in layout.dense_targets()), *(t.engine for t in layout.expert_targets())]
+    for name in targets:
+        if not any(is_wrapped(engine, (name,)) for engine in engines):
+            raise InvalidRequestError(
+                f"--lora-target-modules: no adapter can be on {name!r} in {layout.architecture}, only on "
+                + ", ".join(layout.engine_suffixes),
+                code="engine_arguments",
+            )
+    return targets
+
+
+def is_wrapped(engine: str, targets: Sequence[str]) -> bool:
+    """Whether an engine that is told to wrap `targets` only, by name or last component, wraps a module; see PACKED."""
+    last = engine.rpartition(".")[2]
+    names = next(({packed, *parts} for packed, parts in PACKED.items() if last in parts), {last})
+    return not targets or engine in targets or not names.isdisjoint(targets)
 
 
 def _crowded(fits: capacity.Capacity, tokens: Sequence[str]) -> str:
