@@ -4,8 +4,8 @@ python -m bench.untouched [--m 1 16 ...] [--adapters 8]
 
 Each graph has LAYERS times a base product, the LoRA launches on its output and another base product. Their time above
 that of the same graph without LoRA launches is the cost. What a graph pays that others were taken out of shows beside a
-graph of the same launches: "touched" and "touched, beside one skipped". Rows go to bench/results/untouched.csv. The outputs are
-checked: with an adapter against float64, without one they are the base product's, bit for bit.
+graph of the same launches: "touched" and "touched, beside one skipped". Rows go to bench/results/untouched.csv. The
+outputs are checked: with an adapter against float64, without one they are the base product's, bit for bit.
 """
 
 import argparse

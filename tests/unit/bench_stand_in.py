@@ -16,10 +16,19 @@ from typing import Any
 from tests.unit.bench_rows import written
 
 from lorahost.bench import turns
+from lorahost.bench.decode_profile import Profile
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point, add_arguments, from_arguments
 
 OTPS = {"base": 200.0, "stock": 100.0, "ours": 150.0, "ours-tuned": 160.0, "lora-base": 180.0}
+
+
+def profile(span_us: float, load: str) -> Profile:
+    """A step of one kernel, which is called as the load is."""
+    return {
+        "steps": 20, "span_us": span_us, "busy_us": span_us, "between_us": 0.0, "waiting_us": 0.0, "overlapped_us": 0.0,
+        "kernels": 1.0, "launch_us": 5.0, "by_name": {f"kernel of {load}": {"count": 1.0, "us": span_us}},
+    }  # fmt: skip
 
 
 class StandIn:
@@ -43,6 +52,8 @@ class StandIn:
             near = {7: -1.0 + shift, 8: -1.05 + shift, 9: -3.0 + shift}
             who = ["base", "a0"] if self._point.lora else ["base"]
             return {"answers": {f"3/{name}/alone": [(token, near)] * 6 for name in who}}
+        if ask["what"] == "profile":
+            return {"profile": profile(OTPS[self._point.path], ask["load"])}
         point = turns.row_point(self._point, ask["base"], ask["alternation"])
         [row] = written(point, [OTPS[point.path] + ask["alternation"]], f"run-{self._point.path}")[:1]
         if errors := self._point.extra.get("errors"):

@@ -37,8 +37,8 @@ class Bench:
     ) -> Together:
         given: dict[str, Any] = {
             "paths": NAMES, "base_loads": "", "kv_bytes": 2.5e9, "utilization": 0.2, "start_limit": 300.0,
-            "limit": 600.0, "logs": "", "probe": False, "reference": "stock:marlin", "alternations": 2,
-            "out": self.out, "work": self.folder / "work",
+            "limit": 600.0, "logs": "", "probe": False, "reference": "stock:marlin", "profile": False,
+            "alternations": 2, "out": self.out, "work": self.folder / "work",
             "extra_of": [f"{name}={json.dumps(value)}" for name, value in (extra or {}).items()], "slots_of": [],
             "spec_of": [],
         }  # fmt: skip

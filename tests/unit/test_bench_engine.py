@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lorahost.bench import http_server
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.vllm_026.engine import Engine, WrongEngineError, engine_arguments
+from lorahost.bench.vllm_026.probe import Probe
 
 
 def test_points_know_who_is_asked() -> None:
@@ -30,9 +34,11 @@ class StandIn:
         self._logprob = logprob
         self._same = same
         self._tokens = tokens
+        self.worker = Probe()
 
-    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        assert method == "lorahost_bench_probe"
+    async def collective_rpc(self, method: str) -> list[Any]:
+        if method != "lorahost_bench_probe":
+            return [getattr(self.worker, method)(), "another worker's"]
         return [{"gpu": "none", "experts": [], "wrapper": self._wrapper, "operations": {}}]
 
     async def generate(self, prompt: dict[str, list[int]], sampling: int, **_: Any) -> AsyncIterator[Any]:
@@ -85,6 +91,46 @@ def test_a_request_of_another_length_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert (record.tokens, len(record.at), record.error, record.prompt_tokens) == (6, 6, "", 4)
     [short] = asyncio.run(engine_of(point, StandIn(tokens=5), monkeypatch).round(Load(concurrency=1), 1, 0))
     assert short.error == "5 tokens instead of 6"
+
+
+class Profiler:
+    """Stands in for torch's: two steps of two kernels, if it ran for a while."""
+
+    def __init__(self, activities: list[torch.profiler.ProfilerActivity]) -> None:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        self._times: list[float] = []
+
+    def start(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def stop(self) -> None:
+        self._times.append(time.perf_counter())
+
+    def export_chrome_trace(self, path: str) -> None:
+        started, stopped = self._times
+        assert stopped - started >= 0.05
+        kernels = [
+            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10 * n, "dur": 4, "args": {"correlation": n // 2}}
+            for n in range(6)
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": kernels}))
+
+
+def test_a_profile_is_the_first_worker_s_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stand_in = StandIn()
+    for _ in range(2):
+        found = asyncio.run(Engine(Point("base"), stand_in, {}).profile(0.05))
+        assert (found["steps"], found["span_us"], found["by_name"]) == (1, 20.0, {"gemm": {"count": 2.0, "us": 8.0}})
+    assert list(tmp_path.iterdir()) == [], "traces are large"
+
+
+def test_a_profile_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="a profile needs a GPU"):
+        asyncio.run(Engine(Point("base"), StandIn(), {}).profile(0.05))
 
 
 def test_the_server_gets_the_same_engine_arguments() -> None:

@@ -12,6 +12,7 @@ from tests.unit.bench_rows import write
 from tests.unit.bench_together_run import CLOSED, NAMES, POINT, SOLO, Bench
 
 from lorahost.bench import chart, compare, together_plan
+from lorahost.bench.loads import Load
 from lorahost.bench.rows import Row
 from lorahost.bench.together import report
 from lorahost.bench.together_plan import Job
@@ -163,6 +164,34 @@ def test_an_engine_behind_the_server_is_measured_but_not_probed(bench: Bench) ->
     assert "| 0.751 (0.751 to 0.751) | 1.000 (1.000 to 1.000) |" in line
     with pytest.raises(ValueError, match="reference 'door': must be one of the engines base, ours"):
         bench.run(paths="base,ours,door=ours@http", probe=True, reference="door")
+
+
+def test_after_measuring_each_engine_says_where_a_step_s_time_goes(bench: Bench) -> None:
+    point = replace(POINT, loads=(Load(rate=2.0), CLOSED, SOLO))
+    outcome = bench.run(point, paths="base,ours,door=ours@http", alternations=1, profile=True)
+    assert outcome.trouble == []
+    assert "door: an engine behind the server is not profiled" in bench.text()
+    [shown] = [text for text in bench.said if "| a step | base | ours |" in text]
+    assert "a decode step under closed:16" in shown
+    assert "| span, us | 200.0 | 150.0 |" in shown
+    assert "| kernel of closed:16 | 200.0 (1) | 150.0 (1) |" in shown
+    assert bench.said.index(shown) > max(n for n, text in enumerate(bench.said) if "otps_p50" in text)
+    found = json.loads((bench.folder / "work" / "logs" / "profile.json").read_text())
+    assert {name: one["span_us"] for name, one in found.items()} == {"base": 200.0, "ours": 150.0}
+    # all rows are there: engines start for the profile only, and none that is not asked
+    bench.started.clear()
+    assert bench.run(point, paths="base,ours,door=ours@http", alternations=1, profile=True).trouble == []
+    assert bench.started == ["base", "ours"]
+    assert len(bench.rows) == 9
+
+
+def test_an_engine_that_dies_is_missing_in_the_profile(bench: Bench) -> None:
+    outcome = bench.run(alternations=1, profile=True, extra={"ours": {"die": 2}})
+    assert "engine ours ended with 9 while it was asked a profile under closed:16;" in outcome.trouble[0]
+    assert any("| a step | base | stock:marlin |" in text for text in bench.said)
+    outcome = bench.run(paths="ours", alternations=1, profile=True, extra={"ours": {"fail": True}})
+    assert "no profile: there is no engine that could be asked" in outcome.trouble
+    assert (bench.folder / "work" / "logs" / "profile.json").read_text() == "{}"
 
 
 def test_engines_that_start_together_share_no_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from lorahost.cli import main as command_line
         (["--base-loads", "closed:0"], "load 'closed:0': must be closed:N"),
         (["--probe", "--reference", "mine"], "reference 'mine': must be one of the engines"),
         (["--probe", "--spec", "synthetic"], "probe: synthetic acceptance makes up its answers"),
+        (["--profile", "--loads", "poisson:2"], "profile: needs a closed load in --loads"),
     ],
 )
 def test_impossible_options_are_refused_by_both_command_lines(
@@ -44,8 +45,9 @@ def test_impossible_options_are_refused_by_both_command_lines(
 
 
 def test_options_of_the_other_way_are_refused() -> None:
-    ran = CliRunner().invoke(command_line, ["bench", "retention", "--probe"])
-    assert "--probe is only for --together" in ran.output
+    for flag in ("--probe", "--profile"):
+        ran = CliRunner().invoke(command_line, ["bench", "retention", flag])
+        assert f"{flag} is only for --together" in ran.output
     ran = CliRunner().invoke(command_line, ["bench", "retention", "--together", "--variants", "base"])
     assert "--variants is not for --together" in ran.output
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.bench_stand_in import profile as stand_in_profile
 
-from lorahost.bench import answers, rows, turns
+from lorahost.bench import answers, rows, turn_side, turns
+from lorahost.bench.decode_profile import Profile
 from lorahost.bench.loads import Load
 from lorahost.bench.point import Point
 from lorahost.bench.timings import Record
@@ -122,6 +124,94 @@ def test_the_probe_asks_alone_and_mixed(tmp_path: Path, monkeypatch: pytest.Monk
     alone = Asked()
     [answer] = asked(tmp_path, Point("base", warmup=0), alone, monkeypatch, turns.PROBE)
     assert {tag.split("/")[1] for tag in answer["answers"]} == {"base"}
+
+
+class Watched(Asked):
+    """A second round lasts until it was profiled; `errors` fail the requests of a round, `broken` the profile."""
+
+    def __init__(self, latency: float, errors: tuple[str, str] = ("", ""), broken: bool = False) -> None:
+        super().__init__()
+        self.profiled: list[tuple[float, int]] = []
+        self.seeds: list[int] = []
+        self.running = 0
+        self._seen = asyncio.Event()
+        self._latency, self._errors, self._broken = latency, errors, broken
+
+    async def round(self, load: Load, requests: int, seed: int, *, names: Any = None, output: int = 0) -> list[Record]:
+        self.rounds.append((str(load), requests, names, output))
+        self.seeds.append(seed)
+        self.running += requests
+        if second := len(self.rounds) > 1:
+            async with asyncio.timeout(60):
+                await self._seen.wait()
+                # goes on after the profile, for longer than the loop runs on by itself
+                for _ in range(9):
+                    await asyncio.sleep(0)
+        self.running -= requests
+        return [Record("", 1.0, [1.0 + self._latency], error=self._errors[second]) for _ in range(requests)]
+
+    async def profile(self, seconds: float) -> Profile:
+        self.profiled.append((seconds, self.running))
+        self._seen.set()
+        if self._broken:
+            raise RuntimeError("a profile needs a GPU")
+        return stand_in_profile(150.0, "closed:4")
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited, in no time."""
+    real, found = asyncio.sleep, list[float]()
+
+    async def sleep(seconds: float) -> None:
+        found.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return found
+
+
+@pytest.mark.parametrize(("latency", "window"), [(0.5, 0.1), (4.0, 0.25)])
+def test_a_profile_is_of_the_middle_of_a_round(
+    latency: float, window: float, slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Watched(latency)
+    point = Point("ours", loads=(Load(concurrency=4),), warmup=0)
+    [answer] = asked(tmp_path, point, engine, monkeypatch, turns.profile_of(Load(concurrency=4)))
+    assert answer == {"profile": stand_in_profile(150.0, "closed:4")}
+    assert engine.rounds == [("closed:4", 4, None, 0)] * 2
+    assert engine.profiled == [(pytest.approx(window), 4)]
+    assert slept.count(latency / 2) == 1
+    # rounds of the measurement have seeds above 0, the warm-up -1 and below, or -1000 and below
+    assert set(engine.seeds) == {-500}
+
+
+@pytest.mark.parametrize("errors", [("OSError: gone", ""), ("", "OSError: gone")])
+def test_a_profile_without_all_requests_is_none(
+    errors: tuple[str, str], slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WrongEngineError, match="requests of a profile failed: OSError x 2"):
+        asked(tmp_path, Point("ours", warmup=0), Watched(1.0, errors), monkeypatch, turns.profile_of(Load(2)))
+
+
+def test_a_profile_that_fails_leaves_no_request_behind(
+    slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Watched(1.0, broken=True)
+    with pytest.raises(RuntimeError, match="a profile needs a GPU"):
+        asked(tmp_path, Point("ours", warmup=0), engine, monkeypatch, turns.profile_of(Load(2)))
+    assert engine.profiled == [(0.2, 2)]
+    assert engine.running == 0
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"), [(turns.PROBE, "can't be probed"), (turns.profile_of(Load(2)), "can't be profiled")]
+)
+def test_an_engine_behind_http_gives_rows_only(ask: turns.Ask, message: str, tmp_path: Path) -> None:
+    (tmp_path / "ask-0.json").write_text(json.dumps(ask))
+    answering = turn_side.answer(Point("ours", warmup=0), Asked(), {"gpu": "none", "start_s": 1.0}, tmp_path, {})
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(answering)
 
 
 def test_an_engine_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
