@@ -71,9 +71,7 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
         if row["model"] != content["model"] or index is None:
             continue
         check(row, where, content["gpu"], other is not None)
-        if where in seen:
-            raise ValueError(f"{where}: two rows; name one run with --rev")
-        seen.add(where)
+        once(where, seen)
         points = content[where.family]
         if other is None:
             if second <= first * (1 + max(noise, GAIN)):
@@ -92,13 +90,15 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
 
 def add(content: Content, rows: list[dict[str, str]], other: Content) -> list[str]:
     """Adds points of `other` that `content` lacks; a line for each. Raises ValueError for rows of something else."""
-    added = []
+    added, seen = [], set[Place]()
+    has = {Place(family, p["tokens"], p["adapters"], p["rank"]) for family in FAMILIES for p in content.get(family, [])}
     for row in rows:
         where = Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
         its = index_of(other, where)
-        if row["model"] != content["model"] or its is None or index_of(content, where) is not None:
+        if row["model"] != content["model"] or its is None or where in has:
             continue
         check(row, where, content["gpu"], False)
+        once(where, seen)
         before, after, noise = (float(row[name]) for name in ("default_us", "tuned_us", "noise"))
         if after > before * (1 + max(noise, GAIN)):
             continue
@@ -123,6 +123,13 @@ def check(row: Mapping[str, str], where: Place, gpu: str, against: bool) -> None
         raise ValueError(f"{where}: measured on {row['gpu']}, the file is for {gpu}")
     if (row["source"] == AGAINST) != against:
         raise ValueError(f"{where}: held against {'another file' if not against else 'the defaults'}, see --other")
+
+
+def once(where: Place, seen: set[Place]) -> None:
+    """Notes a point. Raises ValueError for one that had a row before."""
+    if where in seen:
+        raise ValueError(f"{where}: two rows; name one run with --rev")
+    seen.add(where)
 
 
 def drop_unused_runs(content: Content) -> None:

@@ -187,7 +187,7 @@ class FakeLibrary:
         return OK
 
     def _instantiate(self, out: Any, graph: Any, flags: Any) -> int:
-        assert flags.value == 0
+        assert flags.value == 9, "as PyTorch instantiates its own"
         assert self.capturing is None
         out._obj.value = next(self._numbers)
         self.instances[out._obj.value] = self._copied(self.graphs[_handle(graph)])

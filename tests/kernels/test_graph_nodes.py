@@ -65,6 +65,16 @@ def test_pytorch_launches_a_graph_that_lacks_nothing(cuda: FakeLibrary) -> None:
         assert len(cuda.instances) == instances
 
 
+def test_a_graph_is_instantiated_by_one_side(cuda: FakeLibrary) -> None:
+    """Where one was made at the end of the capture, no second one is made of the whole graph within a request."""
+    graph_nodes.set_touched(BOTH, frozenset())
+    graph = captured(cuda, one_module)
+    assert (graph.instantiated, len(cuda.instances)) == (0, 1)
+    graph_nodes.set_touched(BOTH, BOTH)
+    assert replayed(graph) == ["gemm", "router", "topk"]
+    assert (graph.instantiated, len(cuda.instances)) == (0, 1)
+
+
 def test_a_graph_without_such_launches_is_left_alone(cuda: FakeLibrary) -> None:
     graph = captured(cuda, lambda launch: launch("gemm"))
     graph_nodes.set_touched(BOTH, frozenset())

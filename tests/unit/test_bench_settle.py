@@ -118,6 +118,10 @@ def test_a_point_that_the_file_lacks_is_added_unless_it_was_slower(
     assert point(file, 32, 16)["run"] == point(file, 16, 1)["run"] == RUN
     assert point(file, 32, 1) == has, "a point of the file stays as it is"
     read(file)
+    file.write_text(json.dumps(kept))
+    twice = rows(tmp_path / "r.csv", (32, 16, 40.0, 38.0, 0.0), (32, 16, 40.0, 44.0, 0.0))
+    assert run(monkeypatch, file, twice, "--new", other) == 1
+    assert json.loads(file.read_text()) == kept, "which of two rows holds is not guessed"
 
 
 def test_another_shapes_file_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from tests.unit.test_capacity import CONFIG
+from transformers import DeepseekV2Config
 
 pytest.importorskip("vllm")
 
 from lorahost import capacity, doctor, preflight, server
 from lorahost.adapters.architectures import REFUSED, SUPPORTED
+from lorahost.adapters.layout import ModelLayout
 from lorahost.engine.vllm_026 import arguments, device, signatures
-from lorahost.engine.vllm_026.plan import adapter_plan
-from lorahost.errors import HostError
+from lorahost.engine.vllm_026.plan import adapter_plan, wrapped_modules
+from lorahost.errors import HostError, InvalidRequestError
 from lorahost.metrics import Metrics
 from lorahost.preflight import Finding
 from lorahost.settings import engine_flags, load_settings
@@ -169,6 +171,7 @@ def test_weights_are_shared_by_the_gpus_they_are_spread_over(model: Path, monkey
         # the engine has one module for the three
         (["k_proj", "o_proj"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
         (["model.layers.0.mlp.experts"], set()),
+        (["model.layers.1.self_attn.qkv_proj"], set()),
     ],
 )
 def test_modules_that_are_not_wrapped_take_no_memory(model: Path, names: list[str], wrapped: set[str]) -> None:
@@ -178,7 +181,9 @@ def test_modules_that_are_not_wrapped_take_no_memory(model: Path, names: list[st
     layout = plan.layout
 
     def has(engine: str) -> bool:
-        return engine in names or engine.rpartition(".")[2] in wrapped
+        packed = "model.layers.1.self_attn" in engine and "model.layers.1.self_attn.qkv_proj" in names
+        part = engine.rpartition(".")[2]
+        return engine in names or part in wrapped or (packed and part in ("q_proj", "k_proj", "v_proj"))
 
     assert plan.fits.slot_bytes == capacity.adapter_bytes(layout, plan.rank, wrapped=has)
     assert 0 < plan.fits.slot_bytes < capacity.adapter_bytes(layout, plan.rank)
@@ -187,13 +192,35 @@ def test_modules_that_are_not_wrapped_take_no_memory(model: Path, names: list[st
     assert doctor.report(environ)["adapters"]["targets"] == len(targets) + 2 * len(experts)
 
 
-@pytest.mark.parametrize("name", ["expert", "lm_head", "proj"])
+@pytest.mark.parametrize("name", ["expert", "lm_head", "proj", "model.layers.0.self_attn.q_proj"])
 def test_a_module_that_no_adapter_can_be_on_is_refused(model: Path, name: str) -> None:
     environ = {"SM_VLLM_MODEL": str(model), "SM_VLLM_LORA_TARGET_MODULES": json.dumps(["experts", name])}
     found = start(doctor.report(environ))
     assert not found["ok"]
     assert f"--lora-target-modules: no adapter can be on {name!r}" in found["message"]
     assert "experts, " in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("q_rank", "target", "wrapped"),
+    [
+        (None, "q_proj", {"q_proj"}),
+        (32, "q_a_proj", {"q_a_proj", "kv_a_proj_with_mqa"}),
+        (32, "fused_qkv_a_proj", {"q_a_proj", "kv_a_proj_with_mqa"}),
+    ],
+)
+def test_deepseek_wraps_two_projections_as_one(q_rank: int | None, target: str, wrapped: set[str]) -> None:
+    config = DeepseekV2Config(num_hidden_layers=2, q_lora_rank=q_rank).to_dict()
+    layout = ModelLayout.from_config({**config, "architectures": ["DeepseekV2ForCausalLM"]}, internal_router_lora=True)
+    assert {engine.rpartition(".")[2] for engine in wrapped_modules(layout, [target])} == wrapped
+
+
+@pytest.mark.parametrize("target", ["qkv_proj", "fused_qkv_a_proj"])
+def test_a_name_that_only_other_models_have_is_refused(target: str) -> None:
+    config = DeepseekV2Config(num_hidden_layers=2, q_lora_rank=None).to_dict()
+    layout = ModelLayout.from_config({**config, "architectures": ["DeepseekV2ForCausalLM"]}, internal_router_lora=True)
+    with pytest.raises(InvalidRequestError, match=f"no adapter can be on '{target}'"):
+        wrapped_modules(layout, [target])
 
 
 def test_secrets_are_masked(model: Path) -> None:

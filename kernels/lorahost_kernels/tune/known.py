@@ -73,7 +73,7 @@ class Known:
     def __init__(self) -> None:
         self.held: dict[Place, Result] = {}  # of this run
         self.records: dict[Place, Record] = {}
-        self.used: dict[Place, Choice] = {}  # of files, what an engine would take now
+        self.used: dict[Place, Choice] = {}  # what an engine would take now, or else the file that is written
         self._bests: Bests = {}
         self._others: Bests = {}  # of other models
 
@@ -84,8 +84,6 @@ class Known:
 
     def learn(self, result: Result, other: bool = False) -> None:
         """The bests that a result holds; other: of another model, in place of an earlier one of such a point."""
-        if not other:
-            self.used[result.place] = choice_of(result)
         for name, pair in choice_of(result).items():
             self.keep(result.place, (name, result.block_m), pair, other)
 

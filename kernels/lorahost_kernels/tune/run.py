@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lorahost_kernels.tune import search
 from lorahost_kernels.tune.again import Again
-from lorahost_kernels.tune.known import GAIN, WORTH, Choice, Key, Known, Record
+from lorahost_kernels.tune.known import GAIN, WORTH, Choice, Key, Known, Record, choice_of
 from lorahost_kernels.tune.plan import Place, allowance, operations
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, groupings, halves_of, merged
@@ -59,6 +59,9 @@ class Tuner:
     def learn(self, result: Result, other: bool = False) -> None:
         """Takes a result of an earlier run as a start for its neighbours; other: of another model."""
         self.known.learn(result, other)
+        if not other:
+            # as an engine keeps the first file's point
+            self.known.used.setdefault(result.place, choice_of(result))
 
     def resume(self, result: Result) -> None:
         """Takes a result of this run, as a stopped run left it: its point is done."""
@@ -166,9 +169,11 @@ class Tuner:
         count = sum(time < FAILED for descent in descents.values() for time in descent.times.values())
         used = self._used(place, descents)
         holds = [default, *(c for c in used if c != default)]
-        taken, times = self._verdict(place, bench, holds, [c for c in choices if c not in holds])
-        if taken is None and len(holds) > 1:
-            taken, times = self._verdict(place, bench, [default], holds[1:])
+        choices = [c for c in choices if c not in holds]
+        taken, times = self._verdict(place, bench, holds, choices)
+        # what is in use may be no better than the defaults, or wrong
+        for found in (holds[1:], choices) if len(holds) > 1 else ():
+            taken, times = (taken, times) if taken else self._verdict(place, bench, [default], found)
         return self._result(place, bench, default, taken or default, (times[0], times[-1])), count
 
     def tune_again(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 CAPTURE_ACTIVE = 1
+# PyTorch's: memory of a graph is freed at its next launch, and its nodes have the priorities of their streams
+FLAGS = 1 | 8
 
 Array = Any  # of ctypes
 
@@ -123,7 +125,7 @@ class CudaDriver:
 
     def instantiate(self, graph: int) -> int:
         found = ctypes.c_void_p()
-        _check(self._instantiate, ctypes.byref(found), ctypes.c_void_p(graph), ctypes.c_uint64(0))
+        _check(self._instantiate, ctypes.byref(found), ctypes.c_void_p(graph), ctypes.c_uint64(FLAGS))
         return int(found.value or 0)
 
     def launch(self, instance: int, stream: int) -> None:

@@ -131,7 +131,9 @@ class Launches:
         self._graph, self._nodes, self._driver = graph, nodes, state.driver
         self._out: frozenset[Key] = frozenset()
         self._seen = object()
-        self._instance: list[int] = []  # one at most; where there is none, the graph has all its launches
+        self._instance: list[int] = []  # one at most; where there is none, PyTorch's has all launches
+        # whether there is one of PyTorch's, since nothing was left out at the end of the capture
+        self._pytorch: bool | None = None
         self.builds, self.seconds = 0, 0.0
         if not nodes or self._driver is None:
             return
@@ -152,9 +154,10 @@ class Launches:
             return bool(self._instance)
         untouched, began = state.untouched, time.perf_counter()
         out = frozenset(key for key in self._nodes if is_touched(key[0]) != key[1])
+        self._pytorch = not out if self._pytorch is None else self._pytorch
         if out != self._out:
             with advised():
-                new = [self._without(self._driver, out)] if out else []
+                new = [] if self._pytorch and not out else [self._without(self._driver, out)]
                 _release(self._driver, self._instance)
                 self._instance += new
             self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began

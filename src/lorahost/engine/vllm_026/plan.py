@@ -15,9 +15,6 @@ from lorahost.environment import flag_value, flag_values, shards
 from lorahost.errors import AdapterRejectedError, InvalidRequestError
 from lorahost.settings import Settings
 
-# vLLM wraps one module for several of the checkpoint's, and does so if any of these names is asked for
-PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
@@ -27,7 +24,7 @@ class AdapterPlan:
         layout: The base model's LoRA targets.
         rank: Of a slot.
         fits: Slots and adapters that memory allows.
-        targets: Names of the modules that the engine wraps, as vLLM's flag has them; empty: all of the layout.
+        wrapped: Modules of the layout that the engine wraps; an adapter on others is refused.
         lora: The flags that the host fills in.
         warning: What may be asked for in vain; empty where nothing is.
     """
@@ -35,14 +32,14 @@ class AdapterPlan:
     layout: ModelLayout
     rank: int
     fits: capacity.Capacity
-    targets: tuple[str, ...]
+    wrapped: frozenset[str]
     lora: LoraDefaults
     warning: str
 
     def facts(self) -> Json:
         """For the log and `lorahost doctor`."""
-        dense = [t for t in self.layout.dense_targets() if is_wrapped(t.engine, self.targets)]
-        experts = [t for t in self.layout.expert_targets() if is_wrapped(t.engine, self.targets)]
+        dense = [t for t in self.layout.dense_targets() if t.engine in self.wrapped]
+        experts = [t for t in self.layout.expert_targets() if t.engine in self.wrapped]
         return {
             "architecture": self.layout.architecture,
             "max_lora_rank": self.rank,
@@ -72,9 +69,9 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
             f"{error.message}; LORAHOST_LORA=false serves the base model alone", code=error.code, details=error.details
         ) from error
     rank = capacity.slot_rank(tokens, settings.max_lora_rank)
-    targets = _targets(layout, tokens)
+    wrapped = wrapped_modules(layout, flag_values(tokens, "--lora-target-modules"))
     fits = capacity.work_out(
-        capacity.adapter_bytes(layout, rank, wrapped=lambda engine: is_wrapped(engine, targets)),
+        capacity.adapter_bytes(layout, rank, wrapped=wrapped.__contains__),
         device_free_bytes=device_free_bytes(Path(model), shards(tokens)),
         host_free_bytes=capacity.host_free_bytes(),
         max_slots=settings.max_slots,
@@ -82,27 +79,35 @@ def adapter_plan(settings: Settings, model: str, tokens: Sequence[str]) -> Adapt
     )
     # one more than may be registered: a new version loads beside the one it replaces
     lora = LoraDefaults(fits.slots, fits.adapters + 1, rank, layout.engine_suffixes)
-    return AdapterPlan(layout, rank, fits, targets, lora, _crowded(fits, tokens))
+    return AdapterPlan(layout, rank, fits, wrapped, lora, _crowded(fits, tokens))
 
 
-def _targets(layout: ModelLayout, tokens: Sequence[str]) -> tuple[str, ...]:
-    targets = flag_values(tokens, "--lora-target-modules")
-    engines = [*(t.engine for t in layout.dense_targets()), *(t.engine for t in layout.expert_targets())]
-    for name in targets:
-        if not any(is_wrapped(engine, (name,)) for engine in engines):
-            raise InvalidRequestError(
-                f"--lora-target-modules: no adapter can be on {name!r} in {layout.architecture}, only on "
-                + ", ".join(layout.engine_suffixes),
-                code="engine_arguments",
-            )
-    return targets
+def wrapped_modules(layout: ModelLayout, targets: Sequence[str]) -> frozenset[str]:
+    """Modules of the layout that vLLM wraps if it is told to wrap `targets` only; all if it is told nothing.
+
+    A target is a path or its last part, of a module as it runs or, of one that holds several of the checkpoint's, the
+    last part of any of these.
+
+    Raises:
+        InvalidRequestError: a target that no adapter can be on.
+    """
+    names: dict[str, set[str]] = {t.engine: {t.engine, _last(t.engine)} for t in layout.expert_targets()}
+    parts: dict[str, set[str]] = {}
+    for target in layout.dense_targets():
+        runs = target.fused_into or target.engine
+        parts.setdefault(runs, {runs, _last(runs)}).add(_last(target.engine))
+    names |= {t.engine: parts[t.fused_into or t.engine] for t in layout.dense_targets()}
+    if unknown := set(targets).difference(*names.values()):
+        raise InvalidRequestError(
+            f"--lora-target-modules: no adapter can be on {', '.join(map(repr, sorted(unknown)))} in "
+            f"{layout.architecture}, only on {', '.join(layout.engine_suffixes)}",
+            code="engine_arguments",
+        )
+    return frozenset(engine for engine, known in names.items() if not targets or not known.isdisjoint(targets))
 
 
-def is_wrapped(engine: str, targets: Sequence[str]) -> bool:
-    """Whether an engine that is told to wrap `targets` only, by name or last component, wraps a module; see PACKED."""
-    last = engine.rpartition(".")[2]
-    names = next(({packed, *parts} for packed, parts in PACKED.items() if last in parts), {last})
-    return not targets or engine in targets or not names.isdisjoint(targets)
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _crowded(fits: capacity.Capacity, tokens: Sequence[str]) -> str:
