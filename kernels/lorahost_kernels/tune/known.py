@@ -73,7 +73,7 @@ class Known:
     def __init__(self) -> None:
         self.held: dict[Place, Result] = {}  # of this run
         self.records: dict[Place, Record] = {}
-        self.used: dict[Place, Choice] = {}  # what an engine would take now, or else the file that is written
+        self.used: dict[Place, Choice] = {}  # what an engine would take now, or else what the file held that is written
         self._bests: Bests = {}
         self._others: Bests = {}  # of other models
 
