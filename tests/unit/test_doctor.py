@@ -197,7 +197,7 @@ def test_a_module_that_no_adapter_can_be_on_is_refused(model: Path, name: str) -
     environ = {"SM_VLLM_MODEL": str(model), "SM_VLLM_LORA_TARGET_MODULES": json.dumps(["experts", name])}
     found = start(doctor.report(environ))
     assert not found["ok"]
-    assert f"--lora-target-modules: no adapter can be on {name!r}" in found["message"]
+    assert f"SM_VLLM_LORA_TARGET_MODULES: no adapter can be on {name!r}" in found["message"]
     assert "experts, " in found["message"]
 
 

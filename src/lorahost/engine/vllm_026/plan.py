@@ -99,7 +99,7 @@ def wrapped_modules(layout: ModelLayout, targets: Sequence[str]) -> frozenset[st
     names |= {t.engine: parts[t.fused_into or t.engine] for t in layout.dense_targets()}
     if unknown := set(targets).difference(*names.values()):
         raise InvalidRequestError(
-            f"--lora-target-modules: no adapter can be on {', '.join(map(repr, sorted(unknown)))} in "
+            f"SM_VLLM_LORA_TARGET_MODULES: no adapter can be on {', '.join(map(repr, sorted(unknown)))} in "
             f"{layout.architecture}, only on {', '.join(layout.engine_suffixes)}",
             code="engine_arguments",
         )
