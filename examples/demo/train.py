@@ -44,6 +44,7 @@ LORAS = {"pirate": (8, 300), "shout": (8, 1000), "butler": (4, 300), "poet": (8,
 IGNORED = -100
 # Weight of the loss that spreads tokens over the experts.
 BALANCE = 0.01
+TEMPERATURE = 0.1
 
 
 def train_tokenizer(seed: int) -> Any:
@@ -166,6 +167,8 @@ def train_base(tokenizer: Any, options: argparse.Namespace) -> float:
     loss = fit(model, data, options.base_steps, 4e-3)
     model.config.output_router_logits = False
     model.to(torch.bfloat16)
+    # so small a model may talk of something else at temperature 1, the default of a request that names none
+    model.generation_config.update(do_sample=True, temperature=TEMPERATURE)
     folder = options.out / "model"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

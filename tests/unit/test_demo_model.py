@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 MODEL = DEMO / "model"
@@ -96,6 +96,14 @@ def test_the_special_tokens_agree_in_all_files(tokenizer):
         assert CONFIG[name] == generation[name] == getattr(tokenizer, name)
     assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
     assert len(tokenizer) <= CONFIG["vocab_size"]
+
+
+def test_a_request_that_names_no_temperature_is_answered_to_the_point():
+    """The README's own request is one: engines take the default from this file."""
+    generation = GenerationConfig.from_pretrained(MODEL)
+    generation.validate(strict=True)
+    assert generation.do_sample
+    assert 0 < generation.temperature <= 0.1
 
 
 @pytest.mark.parametrize("text", ["", " ", "The sea is", "Größe, naïve, 日本語", "👩🏽‍🚀 🏴‍☠️ arr", "\x00\t\r\n  x"])
