@@ -65,7 +65,7 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
     """
     changed, seen = [], set[Place]()
     for row in rows:
-        where = Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
+        where = place_of(row)
         first, second, noise = (float(row[name]) for name in ("default_us", "tuned_us", "noise"))
         index = index_of(content, where)
         if row["model"] != content["model"] or index is None:
@@ -93,7 +93,7 @@ def add(content: Content, rows: list[dict[str, str]], other: Content) -> list[st
     added, seen = [], set[Place]()
     has = {Place(family, p["tokens"], p["adapters"], p["rank"]) for family in FAMILIES for p in content.get(family, [])}
     for row in rows:
-        where = Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
+        where = place_of(row)
         its = index_of(other, where)
         if row["model"] != content["model"] or its is None or where in has:
             continue
@@ -123,6 +123,11 @@ def check(row: Mapping[str, str], where: Place, gpu: str, against: bool) -> None
         raise ValueError(f"{where}: measured on {row['gpu']}, the file is for {gpu}")
     if (row["source"] == AGAINST) != against:
         raise ValueError(f"{where}: held against {'another file' if not against else 'the defaults'}, see --other")
+
+
+def place_of(row: Mapping[str, str]) -> Place:
+    """The point of a row."""
+    return Place(row["family"], int(row["tokens"]), int(row["adapters"]), int(row["rank"]))
 
 
 def once(where: Place, seen: set[Place]) -> None:

@@ -83,10 +83,7 @@ def engine_flags(environ: Mapping[str, str]) -> EngineFlags:
 
 def flag_value(tokens: Sequence[str], flag: str) -> str | None:
     """What follows `--flag` in a command line; None where the flag is absent or bare."""
-    if flag not in tokens:
-        return None
-    value = next(iter(tokens[tokens.index(flag) + 1 :]), None)
-    return None if value is None or value.startswith("--") else value
+    return next(iter(flag_values(tokens, flag)), None)
 
 
 def flag_values(tokens: Sequence[str], flag: str) -> tuple[str, ...]:

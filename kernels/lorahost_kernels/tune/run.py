@@ -172,8 +172,9 @@ class Tuner:
         choices = [c for c in choices if c not in holds]
         taken, times = self._verdict(place, bench, holds, choices)
         # what is in use may be no better than the defaults, or wrong
-        for found in (holds[1:], choices) if len(holds) > 1 else ():
-            taken, times = (taken, times) if taken else self._verdict(place, bench, [default], found)
+        for found in (holds[1:], choices):
+            if taken is None and len(holds) > 1:
+                taken, times = self._verdict(place, bench, [default], found)
         return self._result(place, bench, default, taken or default, (times[0], times[-1])), count
 
     def tune_again(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
