@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.lorahost")
 SKIP_UNTOUCHED = "LORAHOST_SKIP_UNTOUCHED"
+BUSY_FIRST = "LORAHOST_BUSY_FIRST"
 
 # Which code runs each operation in this process, filled in by `install`, then by `choose_paths`.
 operations: dict[str, str] = {}
@@ -46,6 +47,7 @@ def install() -> None:
     check_signatures(cpu=current_platform.is_cpu())
     wanted = on_or_off("LORAHOST_KERNELS", "on")
     on_or_off(SKIP_UNTOUCHED, "off")  # a wrong value stops the start, not the warm-up after the weights are loaded
+    on_or_off(BUSY_FIRST, "on")
     register_common()
     if current_platform.is_cpu():
         register_cpu()
@@ -101,6 +103,7 @@ def register_gpu(wanted: bool) -> None:
 
         gpu_punica.apply_patches()
         prefill_graphs.apply_patches()
+        busy_first()
         path, reason = "triton", "LORAHOST_KERNELS=on, not checked yet"
     elif wanted:
         path, reason = "stock", "these kernels are for NVIDIA GPUs"
@@ -111,6 +114,23 @@ def register_gpu(wanted: bool) -> None:
     router_logits.apply_patches()
     for name in OPERATIONS:
         record(name, path, reason)
+
+
+def busy_first() -> None:
+    """Unless LORAHOST_BUSY_FIRST=off, numbers the busy programs of the OAI Triton experts' GEMM first."""
+    from vllm.utils.import_utils import has_triton_kernels
+
+    from lorahost_kernels.vllm_026 import expert_tiles
+
+    if not has_triton_kernels():
+        return
+    if not on_or_off(BUSY_FIRST, "on"):
+        record("expert_tiles", "stock", f"{BUSY_FIRST}=off")
+    elif problem := expert_tiles.apply_patches():
+        log.warning("lorahost: the experts' base GEMM is launched as vLLM does, which is slower: %s", problem)
+        record("expert_tiles", "stock", problem, fallback=True)
+    else:
+        record("expert_tiles", "busy-first", f"{BUSY_FIRST}=on")
 
 
 def choose_paths(device: Any, dtype: Any) -> Paths:

@@ -52,12 +52,16 @@ class Probe:
     def lorahost_bench_profile_stop(self) -> Profile:
         """What was noted since the start; the trace itself, of many megabytes, stays here.
 
+        Prints how often CUDA graphs were built anew, for the engine's log.
+
         Raises:
             ValueError: there is no whole step in it.
         """
         profiler = self.lorahost_bench_profiler
         del self.lorahost_bench_profiler
         profiler.stop()
+        if graphs := sys.modules.get("lorahost_kernels.vllm_026.graph_nodes"):
+            print(f"graphs: {graphs.report()}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(trace))
