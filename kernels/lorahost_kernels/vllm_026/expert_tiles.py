@@ -1,9 +1,9 @@
-"""The order in which the OAI Triton experts' GEMM takes its tiles at small batches.
+"""The order in which the OAI Triton experts' second GEMM takes its tiles at small batches.
 
 Its grid has room for the tiles of any routing, and eight rows of tiles take turns in the numbering of its programs.
-Where few experts have tokens, programs with work alternate with idle ones, and the GPU puts two busy ones on one
-multiprocessor while others have none. The GEMM has an option to number the busy ones first, which is off in vLLM. The
-outputs are equal, bit for bit; for times see `bench.expert_tiles`.
+Where few experts have tokens, programs with work alternate with idle ones, and how many busy ones the GPU puts on one
+multiprocessor depends on what was launched before. The GEMM has an option to number the busy ones first, which is off
+in vLLM. The outputs are equal, bit for bit; for times see `bench.expert_tiles` and docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lorahost_kernels.vllm_026.patching import original, patch
 
 MODULE, NAME = "triton_kernels.matmul_ogs", "make_opt_flags"
-# above 1 the busy programs come first; a higher one interleaves them, for which no gain was measured
+# above 1 the busy programs come first; a higher one interleaves them, which gained nothing
 XCD_SWIZZLE = 2
 # tile height of batches with up to 16 pairs an expert; with higher tiles few programs of a grid are idle
 BLOCK_M = 16
@@ -30,7 +30,7 @@ def apply_patches() -> str:
         fields = {f.name for f in dataclasses.fields(options)}
     except (ImportError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-    needed = {"block_m", "is_persistent", "xcd_swizzle"}
+    needed = {"block_m", "fused_scatter", "is_persistent", "xcd_swizzle"}
     if not hasattr(matmul, NAME) or not needed <= fields:
         return f"this triton_kernels has no {NAME} with {', '.join(sorted(needed))}"
     patch(matmul, NAME, make_opt_flags)
@@ -38,9 +38,14 @@ def apply_patches() -> str:
 
 
 def make_opt_flags(*args: Any) -> Any:
-    """The choice of triton_kernels, with the busy programs first where the grid has many idle ones."""
+    """The choice of triton_kernels, with the busy programs first where that gains."""
     flags = original(importlib.import_module(MODULE), NAME)(*args)
     routing = args[ROUTING_DATA]
     if flags.is_persistent or flags.block_m > BLOCK_M or routing is None or routing.expt_data is None:
         return flags
-    return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE)
+    return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE) if gains(flags) else flags
+
+
+def gains(flags: Any) -> bool:
+    """Whether it is the second GEMM, whose rows go to where their pairs are: the first one loses where few are busy."""
+    return bool(flags.fused_scatter)
