@@ -152,7 +152,7 @@ def main() -> int:
 
     opt_flags.update_opt_flags_constraints({"split_k": 1})  # as vLLM on Hopper
     expert_tiles.apply_patches()
-    expert_tiles.gains = lambda flags: True
+    expert_tiles.second_gemm = lambda flags: True
     print(torch.cuda.get_device_name(), "torch", torch.__version__, args.rev)
     layers = [Weights(random_weight(2 * WIDTH, HIDDEN), random_weight(HIDDEN, WIDTH)) for _ in range(LAYERS)]
     red = 0

@@ -56,10 +56,14 @@ class Settings(BaseSettings):
     kernels: Literal["on", "off"] = Field(
         "on", description="On a GPU: LoRA products by this package's kernels, or by vLLM's own."
     )
-    # the next two are checked here and read by the kernels, in vLLM's processes, from the environment
+    # the next three are checked here and read by the kernels, in vLLM's processes, from the environment
     skip_untouched: Literal["on", "off"] = Field(
         "off",
-        description="On a GPU: no launches for modules that no resident adapter has weights for; slower so far.",
+        description="On a GPU: no launches for modules that no resident adapter has weights for.",
+    )
+    busy_first: Literal["on", "off"] = Field(
+        "on",
+        description="On a GPU, MXFP4 experts: programs with work come first in the second base GEMM of small batches.",
     )
     config_dir: Path | None = Field(None, description="Folder of tuned configurations instead of the packaged one.")
     max_lora_rank: int = Field(

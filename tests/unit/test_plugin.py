@@ -131,14 +131,48 @@ print(json.dumps([install.is_installed(), first is manager.add_adapter, wrapper.
             install.install()
         assert called == []
 
-    def test_a_misspelt_choice_of_skipping_stops_the_start(self, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("name", ["LORAHOST_SKIP_UNTOUCHED", "LORAHOST_BUSY_FIRST"])
+    def test_a_misspelt_switch_stops_the_start(self, install: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         from lorahost_kernels.vllm_026.patching import PluginError
 
         called = self.on_a_gpu(install, monkeypatch, "on", cuda=True)
-        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "yes")
-        with pytest.raises(PluginError, match="LORAHOST_SKIP_UNTOUCHED='yes' must be on or off"):
+        monkeypatch.setenv(name, "yes")
+        with pytest.raises(PluginError, match=f"{name}='yes' must be on or off"):
             install.install()
         assert called == []
+
+    @pytest.mark.parametrize(
+        ("switch", "problem", "found"),
+        [
+            (None, "", ("busy-first", False)),
+            ("on", "", ("busy-first", False)),
+            ("on", "no such option", ("stock", True)),
+            ("off", "", ("stock", False)),
+        ],
+    )
+    def test_the_order_of_the_experts_tiles_is_recorded(
+        self,
+        install: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        switch: str | None,
+        problem: str,
+        found: tuple[str, bool],
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        import vllm.utils.import_utils as imports
+
+        from lorahost_kernels.vllm_026 import expert_tiles
+
+        self.on_a_gpu(install, monkeypatch, "on", cuda=True)
+        monkeypatch.setattr(imports, "has_triton_kernels", lambda: True)
+        monkeypatch.setattr(expert_tiles, "apply_patches", lambda: problem)
+        monkeypatch.delenv("LORAHOST_BUSY_FIRST", raising=False)
+        if switch:
+            monkeypatch.setenv("LORAHOST_BUSY_FIRST", switch)
+        install.install()
+        fact = install.kernels["expert_tiles"]
+        assert (fact["path"], fact["fallback"]) == found
+        assert (problem in fact["reason"], problem in caplog.text) == (True, True)
 
     def on_a_gpu(self, install: Any, monkeypatch: pytest.MonkeyPatch, kernels: str | None, cuda: bool) -> list[str]:
         """Sets the platform and LORAHOST_KERNELS; what is patched is put into the list."""

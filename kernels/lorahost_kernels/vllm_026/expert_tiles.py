@@ -17,9 +17,9 @@ from lorahost_kernels.vllm_026.patching import original, patch
 MODULE, NAME = "triton_kernels.matmul_ogs", "make_opt_flags"
 # above 1 the busy programs come first; a higher one interleaves them, which gained nothing
 XCD_SWIZZLE = 2
-# tile height of batches with up to 16 pairs an expert; with higher tiles few programs of a grid are idle
+# tile height of batches with up to 16 pairs an expert: with higher ones, as with fewer pairs than experts, few are idle
 BLOCK_M = 16
-ROUTING_DATA = 7  # its place among the arguments
+ROWS, ROUTING_DATA = 4, 7  # their places among the arguments
 
 
 def apply_patches() -> str:
@@ -41,11 +41,12 @@ def make_opt_flags(*args: Any) -> Any:
     """The choice of triton_kernels, with the busy programs first where that gains."""
     flags = original(importlib.import_module(MODULE), NAME)(*args)
     routing = args[ROUTING_DATA]
-    if flags.is_persistent or flags.block_m > BLOCK_M or routing is None or routing.expt_data is None:
+    if flags.is_persistent or routing is None or routing.expt_data is None:
         return flags
-    return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE) if gains(flags) else flags
+    gains = second_gemm(flags) and flags.block_m <= BLOCK_M and args[ROWS] >= routing.n_expts_tot
+    return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE) if gains else flags
 
 
-def gains(flags: Any) -> bool:
-    """Whether it is the second GEMM, whose rows go to where their pairs are: the first one loses where few are busy."""
+def second_gemm(flags: Any) -> bool:
+    """Whether each row goes to where its pair is. The first GEMM is slower with busy programs first, see kernels.md."""
     return bool(flags.fused_scatter)

@@ -104,13 +104,16 @@ def between(low: int, high: int) -> list[int]:
 
 
 def gemm_variants(low: int, high: int, experts: int, topk: int) -> list[int]:
-    """One size for each compiled variant of the base MoE GEMMs: Triton makes one where 16 divides a count."""
+    """One size for each compiled variant of the base MoE GEMMs: Triton makes one where 16 divides a count.
+
+    And `expert_tiles` one for as many pairs as experts or more.
+    """
     found: dict[tuple[object, ...], int] = {}
     for size in range(high, low, -1):
         pairs = size * topk
         block = max(16, min(next_pow2(max(1, pairs // experts)), 128))
         tiles = count_tiles(pairs, experts, block)
-        found.setdefault((block, size % 16 == 0, pairs % 16 == 0, tiles % 16 == 0), size)
+        found.setdefault((block, pairs < experts, size % 16 == 0, pairs % 16 == 0, tiles % 16 == 0), size)
     return list(found.values())
 
 

@@ -1,0 +1,88 @@
+"""Which calls of triton_kernels' GEMM get their busy programs first; its own modules are on GPU machines only."""
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lorahost_kernels.vllm_026 import expert_tiles, patching
+
+EXPERTS = 32
+
+
+@dataclass
+class OptFlags:
+    """As in triton_kernels, as far as it is read."""
+
+    block_m: int = 16
+    fused_scatter: bool = True
+    is_persistent: bool = False
+    xcd_swizzle: int = 1
+
+
+@pytest.fixture
+def matmul(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A stand-in for triton_kernels.matmul_ogs whose options are its first argument."""
+    modules = {name: ModuleType(name) for name in ("triton_kernels", expert_tiles.MODULE)}
+    options: Any = ModuleType(f"{expert_tiles.MODULE}_details.opt_flags")
+    options.OptFlags = OptFlags
+    modules[options.__name__] = options
+    modules[f"{expert_tiles.MODULE}_details"] = ModuleType(f"{expert_tiles.MODULE}_details")
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(patching, "_originals", {})
+    found: Any = modules[expert_tiles.MODULE]
+    found.make_opt_flags = lambda flags, *rest: flags
+    return modules[expert_tiles.MODULE]
+
+
+def chosen(matmul: Any, flags: OptFlags, rows: int = 64, routing: Any = True) -> OptFlags:
+    """What the GEMM is launched with: (out, x, w, precision, rows, n, k, routing, tma, scatter, itemsize)."""
+    if routing is True:
+        routing = SimpleNamespace(expt_data=object(), n_expts_tot=EXPERTS)
+    result: OptFlags = matmul.make_opt_flags(flags, None, None, None, rows, 2880, 2880, routing, False, True, None)
+    return result
+
+
+def test_the_second_gemm_of_a_small_batch_has_its_busy_programs_first(matmul: ModuleType) -> None:
+    assert expert_tiles.apply_patches() == ""
+    assert chosen(matmul, OptFlags()) == OptFlags(xcd_swizzle=expert_tiles.XCD_SWIZZLE)
+    assert expert_tiles.XCD_SWIZZLE > 1, "at 1 the option is off"
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows", "routing"),
+    [
+        (OptFlags(fused_scatter=False), 64, True),
+        (OptFlags(block_m=32), 2048, True),
+        (OptFlags(is_persistent=True), 64, True),
+        (OptFlags(), EXPERTS - 1, True),
+        (OptFlags(), 64, None),
+        (OptFlags(), 64, SimpleNamespace(expt_data=None, n_expts_tot=EXPERTS)),
+    ],
+)
+def test_others_are_launched_as_before(matmul: ModuleType, flags: OptFlags, rows: int, routing: Any) -> None:
+    assert expert_tiles.apply_patches() == ""
+    assert chosen(matmul, flags, rows, routing) == flags
+
+
+def test_a_package_that_is_not_there_is_said() -> None:
+    assert "triton_kernels" in expert_tiles.apply_patches()
+
+
+@pytest.mark.parametrize("missing", ["make_opt_flags", "xcd_swizzle", "OptFlags"])
+def test_another_version_is_said_and_left_alone(
+    missing: str, matmul: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = sys.modules[f"{expert_tiles.MODULE}_details.opt_flags"]
+    if missing == "make_opt_flags":
+        monkeypatch.delattr(matmul, missing)
+    elif missing == "OptFlags":
+        monkeypatch.delattr(options, missing)
+    else:
+        monkeypatch.setattr(options, "OptFlags", dataclass(type("OptFlags", (), {"__annotations__": {"block_m": int}})))
+    before = dict(vars(matmul))
+    assert missing in expert_tiles.apply_patches()
+    assert vars(matmul) == before
