@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any
+from typing import Any, Protocol
 
 from lorahost_kernels.vllm_026.patching import original, patch
 
@@ -20,6 +20,14 @@ XCD_SWIZZLE = 2
 # tile height of batches with up to 16 pairs an expert: with higher ones, as with fewer pairs than experts, few are idle
 BLOCK_M = 16
 ROWS, ROUTING_DATA = 4, 7  # their places among the arguments
+
+
+class Options(Protocol):
+    """What is read of triton_kernels' OptFlags."""
+
+    block_m: int
+    fused_scatter: bool
+    is_persistent: bool
 
 
 def apply_patches() -> str:
@@ -47,6 +55,6 @@ def make_opt_flags(*args: Any) -> Any:
     return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE) if gains else flags
 
 
-def second_gemm(flags: Any) -> bool:
+def second_gemm(flags: Options) -> bool:
     """Whether each row goes to where its pair is. The first GEMM is slower with busy programs first, see kernels.md."""
-    return bool(flags.fused_scatter)
+    return flags.fused_scatter
