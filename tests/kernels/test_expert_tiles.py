@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lorahost_kernels.configs import cdiv
+from lorahost_kernels.ops.expert_order.launch import count_tiles
 from lorahost_kernels.vllm_026 import expert_tiles, patching
 
 EXPERTS = 32
@@ -59,6 +61,7 @@ def test_the_second_gemm_of_a_small_batch_has_its_busy_programs_first(matmul: Mo
         (OptFlags(block_m=32), 2048, True),
         (OptFlags(is_persistent=True), 64, True),
         (OptFlags(), EXPERTS - 1, True),
+        (OptFlags(), 512, True),
         (OptFlags(), 64, None),
         (OptFlags(), 64, SimpleNamespace(expt_data=None, n_expts_tot=EXPERTS)),
     ],
@@ -66,6 +69,16 @@ def test_the_second_gemm_of_a_small_batch_has_its_busy_programs_first(matmul: Mo
 def test_others_are_launched_as_before(matmul: ModuleType, flags: OptFlags, rows: int, routing: Any) -> None:
     assert expert_tiles.apply_patches() == ""
     assert chosen(matmul, flags, rows, routing) == flags
+
+
+@pytest.mark.parametrize("experts", [8, 32, 128])
+def test_rows_without_an_expert_are_cleared_by_the_busy_or_the_idle_programs(experts: int) -> None:
+    found = [n for n in range(1, 4096) if expert_tiles.has_idle_programs(n, experts, 16)]
+    assert found, "no size gains"
+    for pairs in found:
+        tiles, rows = count_tiles(pairs, experts, 16), cdiv(pairs, 16)
+        # each kind clears as many tiles' rows as it has tiles, from the first on
+        assert all(max(busy, tiles - busy) >= rows for busy in range(tiles + 1))
 
 
 def test_a_package_that_is_not_there_is_said() -> None:

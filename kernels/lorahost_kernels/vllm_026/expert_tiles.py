@@ -12,6 +12,8 @@ import dataclasses
 import importlib
 from typing import Any, Protocol
 
+from lorahost_kernels.configs import cdiv
+from lorahost_kernels.ops.expert_order.launch import count_tiles
 from lorahost_kernels.vllm_026.patching import original, patch
 
 MODULE, NAME = "triton_kernels.matmul_ogs", "make_opt_flags"
@@ -51,8 +53,18 @@ def make_opt_flags(*args: Any) -> Any:
     routing = args[ROUTING_DATA]
     if flags.is_persistent or routing is None or routing.expt_data is None:
         return flags
-    gains = second_gemm(flags) and flags.block_m <= BLOCK_M and args[ROWS] >= routing.n_expts_tot
+    gains = second_gemm(flags) and has_idle_programs(args[ROWS], routing.n_expts_tot, flags.block_m)
     return dataclasses.replace(flags, xcd_swizzle=XCD_SWIZZLE) if gains else flags
+
+
+def has_idle_programs(pairs: int, experts: int, block_m: int) -> bool:
+    """Whether many programs of a grid may be idle.
+
+    Rows of pairs without an expert are cleared by the first busy and by the first idle programs; half of the grid is
+    enough for all rows, so that one of the two clears them.
+    """
+    enough = 2 * cdiv(pairs, block_m) <= count_tiles(pairs, experts, block_m)
+    return enough and block_m <= BLOCK_M and pairs >= experts
 
 
 def second_gemm(flags: Options) -> bool:

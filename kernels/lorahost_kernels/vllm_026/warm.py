@@ -21,6 +21,7 @@ from lorahost_kernels.ops.common.defaults import programs_of
 from lorahost_kernels.ops.expert_order.launch import count_tiles
 from lorahost_kernels.tuned import start as tuned
 from lorahost_kernels.vllm_026 import install
+from lorahost_kernels.vllm_026.expert_tiles import has_idle_programs
 from lorahost_kernels.vllm_026.patching import original, patch
 
 log = logging.getLogger("vllm.lorahost")
@@ -106,14 +107,15 @@ def between(low: int, high: int) -> list[int]:
 def gemm_variants(low: int, high: int, experts: int, topk: int) -> list[int]:
     """One size for each compiled variant of the base MoE GEMMs: Triton makes one where 16 divides a count.
 
-    And `expert_tiles` one for as many pairs as experts or more.
+    And `expert_tiles` makes one.
     """
     found: dict[tuple[object, ...], int] = {}
     for size in range(high, low, -1):
         pairs = size * topk
         block = max(16, min(next_pow2(max(1, pairs // experts)), 128))
         tiles = count_tiles(pairs, experts, block)
-        found.setdefault((block, pairs < experts, size % 16 == 0, pairs % 16 == 0, tiles % 16 == 0), size)
+        idle = has_idle_programs(pairs, experts, block)
+        found.setdefault((block, idle, size % 16 == 0, pairs % 16 == 0, tiles % 16 == 0), size)
     return list(found.values())
 
 
