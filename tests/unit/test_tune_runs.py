@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.unit.tune_command import run
 
-from lorahost_kernels.tune import command
+from lorahost_kernels.tune import command, confirm
 from lorahost_kernels.tune.plan import Place
+from lorahost_kernels.tune.run import Tuner
 from lorahost_kernels.tuned.schema import read
 
 
@@ -41,6 +44,14 @@ class FakeBench:
         return True
 
 
+def in_this_process(tasks: Any, spaces: Any, opener: Any, seconds: float, take: Any, say: Any) -> None:
+    """Stands in for the second process, which has no GPU here."""
+    assert 0 < seconds <= 480
+    spaces, _ = pickle.loads(pickle.dumps((spaces, opener)))
+    for task in tasks:
+        take(task, confirm.outcome_of(Tuner(spaces, lambda: 0.0, say), FakeBench(task.place), task))
+
+
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
     """A GPU that isn't there; the points that it was asked for."""
@@ -57,10 +68,15 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
                 raise KeyboardInterrupt
             return FakeBench(place)
 
+        def close(self) -> None:
+            pass
+
     stop_at = 3
     device = gpu.Gpu("NVIDIA Test", 227 * 1024, 60 * 2**20, 800, 90, 4e12)
     monkeypatch.setattr(gpu, "this_gpu", lambda: device)
     monkeypatch.setattr(gpu, "Lab", Lab)
+    monkeypatch.setattr(gpu, "current_device", lambda: 0)
+    monkeypatch.setattr(confirm, "in_second_process", in_this_process)
     monkeypatch.setattr(gpu, "provenance", lambda revision: {
         "driver": "1", "torch": "2", "triton": "3", "git_revision": revision or "r", "date": "2026-11-29", "mix": "m",
     })  # fmt: skip
@@ -87,6 +103,7 @@ def test_a_run_is_stopped_goes_on_and_its_file_is_good(tmp_path: Path, simulated
     assert "moe_fused 8x32 M=1: 20.0 -> 18.0 us, 1.11 x, no list" in text
     assert "moe_fused (whole)      1.111 x" in text
     assert "step floor gains at most" in text
+    assert "second process: 4 points confirmed, 0 taken back; 0 not confirmed\n" in text
     assert not state.exists()
     file = read(out)
     assert ([p.tokens for p in file.moe_fused], [p.tokens for p in file.dense]) == ([1, 16], [1, 16])
@@ -147,6 +164,9 @@ def test_a_candidate_that_breaks_the_gpu_is_left_out_by_the_next_run(
                 raise gpu.DeviceLostError("down tiles", RuntimeError("CUDA error: an illegal memory access"))
             return FakeBench(place)
 
+        def close(self) -> None:
+            pass
+
     monkeypatch.setattr(gpu, "Lab", Breaks)
     out = tmp_path / "x.json"
     arguments = ["--model", "gpt-oss-20b", "--sizes", "1,16", "--jobs", "0", "--out", str(out)]
@@ -175,3 +195,66 @@ def test_a_budget_that_is_too_short_says_what_is_left(tmp_path: Path, simulated:
     assert code == 0
     assert "no time for moe_fused 8x32 M=16, dense 8x32 M=16: the same command goes on from there" in text
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("candidate", "status", "again"),
+    [("", 4, "the same command confirms them"), ("down tiles", 3, "the same command goes on without this candidate")],
+)
+def test_a_second_process_that_dies_is_an_error_and_the_same_command_confirms(
+    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch, candidate: str, status: int, again: str
+) -> None:
+    def dies(*args: Any) -> None:
+        raise confirm.ConfirmError("it died, exit code -9", candidate)
+
+    out = tmp_path / "x.json"
+    arguments = ["--model", "gpt-oss-20b", "--sizes", "16", "--jobs", "0", "--out", str(out)]
+    simulated.extend([Place("dense", 1)] * 3)  # the third one would be stopped
+    with monkeypatch.context() as patch:
+        patch.setattr(confirm, "in_second_process", dies)
+        code, text = run(*arguments)
+    assert code == status
+    assert "second process: 0 points confirmed, 0 taken back; 2 not confirmed\n" in text
+    told = "2 points stay as the first one found them, unconfirmed"
+    assert f"error: the second process failed: it died, exit code -9; {told}; {again}\n" in text
+    assert [(p.before_us, p.after_us) for p in read(out).moe_fused] == [(20, 18)]
+    # what the file has by now is not what the run began with
+    code, text = run(*arguments)
+    assert code == 0, text
+    assert "second process: 2 points confirmed, 0 taken back; 0 not confirmed\n" in text
+
+
+def test_the_file_does_not_keep_tiles_that_broke_the_second_process(
+    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(tasks: Any, *args: Any) -> None:
+        name, pair = next(iter(tasks[0].choice.items()))
+        raise confirm.ConfirmError("an illegal memory access", f"{name} {pair}")
+
+    simulated.extend([Place("dense", 1)] * 3)  # the third one would be stopped
+    monkeypatch.setattr(confirm, "in_second_process", breaks)
+    out = tmp_path / "x.json"
+    code, text = run("--model", "gpt-oss-20b", "--sizes", "16", "--jobs", "0", "--out", str(out))
+    assert code == 3
+    assert "moe_fused 8x32 M=16 has its defaults, 1 points stay as the first one found them, unconfirmed" in text
+    file = read(out)
+    assert [(p.before_us, p.after_us) for p in (*file.moe_fused, *file.dense)] == [(20, 20), (20, 18)]
+
+
+@pytest.mark.parametrize(("budget", "passes"), [("480s", 480 - 13), ("50s", 50), ("60s", 60 - 12)])
+def test_passes_end_where_the_second_processs_time_begins(
+    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch, budget: str, passes: float
+) -> None:
+    ends: list[float] = []
+
+    def tune(self: Tuner, todo: Any, open_bench: Any, deadline: float, done: Any) -> list[Place]:
+        ends.append(deadline)
+        return []
+
+    monkeypatch.setattr(Tuner, "tune", tune)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    common = ("--model", "gpt-oss-20b", "--sizes", "16", "--jobs", "0", "--out", str(tmp_path / "x.json"))
+    code, text = run(*common, "--budget", budget)
+    assert code == 0, text
+    assert ends == [1000.0 + passes]
+    assert "nothing to confirm" in text

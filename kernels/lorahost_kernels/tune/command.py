@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,17 @@ def points(args: argparse.Namespace, shape: ModelShape) -> list[Any]:
 
 
 def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
-    """Runs the plan; 3 where a candidate broke the CUDA context, so that the same command goes on without it."""
+    """Runs the plan, then confirms what it changed.
+
+    Returns 3 where a candidate broke the CUDA context, so that the same command goes on without it, and 4 where the
+    second process failed otherwise, so that the same command confirms again.
+    """
     try:
         from lorahost_kernels.tune import compile as compiling
         from lorahost_kernels.tune import gpu
     except ImportError as error:
         raise RefusedError(f"tuning needs torch and Triton: {error}") from None
-    from lorahost_kernels.tune import estimate, plan, shipped
+    from lorahost_kernels.tune import confirm, plan
     from lorahost_kernels.tune.run import Tuner
 
     device, output = prepare(args, shape)
@@ -162,21 +167,21 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
     todo = points(args, shape)
     compiler = compiling.Compiler(compiling.default_jobs() if args.jobs is None else args.jobs, device.capability)
     lab = gpu.Lab(shape, device, compiler, say, state.banned)
-    tuner = Tuner(lambda place: plan.spaces(shape, place, device.shared, device.programs), time.monotonic, say)
-    if not args.from_scratch:
-        own, others = shipped.starts(device.name, shape, os.environ, say)
-        for result in (*own, *output.known):
-            tuner.learn(result)
-        for result in others:
-            tuner.learn(result, other=True)
-    for result in state.results:
-        tuner.resume(result)
+    spaces = partial(plan.spaces, shape, shared_limit=device.shared, programs=device.programs)
+    tuner = Tuner(spaces, time.monotonic, say)
+    begin(tuner, output, args.from_scratch)
     say(f"{device.name}, {', '.join(f'{k} {v}' for k, v in output.run.items() if k not in ('date', 'mix'))}")
     say(f"{shape.name}: {len(todo)} points into {output.path}")
     if state.results:
         say(f"{len(state.results)} points are done by an earlier run ({state.path})")
+    deadline = started + args.budget
     try:
-        left = tuner.tune(todo, lab.open, started + args.budget, output.add)
+        left = tuner.tune(todo, lab.open, deadline - plan.kept(args.budget, len(todo)), output.add)
+        # the second process gets the memory and the cores
+        lab.close()
+        compiler.close()
+        opener = partial(gpu.second_lab, shape, device, gpu.current_device(), state.banned)
+        checked = confirm.confirm(tuner, todo, opener, deadline - time.monotonic(), output.add)
     except gpu.DeviceLostError as error:
         state.ban(error.candidate)
         print(f"error: {error}; the same command goes on without this candidate", file=sys.stderr)
@@ -185,17 +190,54 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
         compiler.close()
         output.write()
     report(state.results, len(left))
-    for adapters, rank in dict.fromkeys((r.adapters, r.rank) for r in state.results):
-        say(f"{adapters} adapters, rank {rank}:")
-        own = [r for r in state.results if (r.adapters, r.rank) == (adapters, rank)]
-        say(estimate.table(shape, own, device.rate))
+    tables(shape, state.results, device.rate)
+    say(str(checked))
+    status = failed(checked, state) if checked.failure else 0
     if left:
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""
         say(f"no time for {', '.join(map(str, left[:8]))}{more}: the same command goes on from there")
-    else:
+    elif not status:
         state.finish()
     say(f"{output.path}: {time.monotonic() - started:.0f} s")
-    return 0
+    return status
+
+
+def begin(tuner: Any, output: Any, from_scratch: bool) -> None:
+    """Teaches the tuner what is in use, what other models' files have, and what a stopped run found."""
+    from lorahost_kernels.tune import shipped
+    from lorahost_kernels.tune.known import choice_of
+
+    state = output.state
+    own: list[Any] = []
+    if not from_scratch:
+        found, others = shipped.starts(output.gpu, output.shape, os.environ, say)
+        own = [*found, *output.known]
+        for result in own:
+            tuner.learn(result)
+        for result in others:
+            tuner.learn(result, other=True)
+    if state.starts is None:
+        # as an engine keeps the first file's point
+        state.starts = [*{result.place: result for result in reversed(own)}.values()]
+    tuner.known.used = {result.place: choice_of(result) for result in state.starts}
+    for result in state.results:
+        tuner.resume(result)
+
+
+def failed(checked: Any, state: Any) -> int:
+    """Says that the second process failed; the exit status."""
+    error, left = checked.failure, len(checked.missing)
+    reset = f"{checked.given_up} has its defaults, " if checked.given_up else ""
+    again = "confirms them"
+    if error.candidate:
+        state.ban(error.candidate)
+        again = "goes on without this candidate"
+    print(
+        f"error: the second process failed: {error}; {reset}{left} points stay as the first one found them, "
+        f"unconfirmed; the same command {again}",
+        file=sys.stderr,
+    )
+    return 3 if error.candidate else 4
 
 
 def prepare(args: argparse.Namespace, shape: ModelShape) -> tuple[Any, Any]:
@@ -217,6 +259,16 @@ def prepare(args: argparse.Namespace, shape: ModelShape) -> tuple[Any, Any]:
 def say(line: str) -> None:
     """Prints a line at once."""
     print(line, flush=True)
+
+
+def tables(shape: ModelShape, results: Sequence[Any], rate: float) -> None:
+    """What the points are worth in an engine's step, by adapters and rank; rate: bytes a second."""
+    from lorahost_kernels.tune import estimate
+
+    for adapters, rank in dict.fromkeys((r.adapters, r.rank) for r in results):
+        say(f"{adapters} adapters, rank {rank}:")
+        own = [r for r in results if (r.adapters, r.rank) == (adapters, rank)]
+        say(estimate.table(shape, own, rate))
 
 
 def report(results: Sequence[Any], left: int) -> None:

@@ -22,6 +22,7 @@ from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tuned.shape import ModelShape
 
 MIX = "half uniform, half Zipf: adapters with exponent 1, experts with 0.5; bfloat16"
+SECOND_SEED = 1  # of a second process's inputs; the first one's are of torch's own seed
 MOST_BYTES = 24 * 2**30  # of weights that are kept for the points to come
 # After these nothing runs in the process any more.
 FATAL = ("illegal memory access", "illegal instruction", "misaligned address", "launch failure", "device-side assert")
@@ -65,6 +66,11 @@ def this_gpu() -> Gpu:
         10 * p.major + p.minor,
         copy_rate(device),
     )
+
+
+def current_device() -> int:
+    """The index of the device that this process tunes."""
+    return int(torch.cuda.current_device())
 
 
 def copy_rate(device: torch.device) -> float:
@@ -196,3 +202,18 @@ class Lab:
             device = torch.device("cuda", torch.cuda.current_device())
             self._benches[key] = Workbench(self.shape, *key, device, l2_bytes=self.gpu.l2)
         return GpuBench(self._benches[key].batch(place.tokens), self.compiler, self.say, self.banned)
+
+    def close(self) -> None:
+        """Gives the memory of all weights back."""
+        self._benches.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def second_lab(
+    shape: ModelShape, gpu: Gpu, device: int, banned: Sequence[str], say: Callable[[str], None]
+) -> Callable[[Place], GpuBench]:
+    """What opens benches in another process: on the same device, with other inputs; launches compile."""
+    torch.cuda.set_device(device)
+    torch.manual_seed(SECOND_SEED)
+    return Lab(shape, gpu, Compiler(0), say, banned).open

@@ -137,6 +137,11 @@ def choice_of(result: Result) -> dict[str, Pair]:
     return choice
 
 
+def rows_of(pair: Pair) -> int | None:
+    """Rows per tile of the work list that a candidate needs; None: no list."""
+    return pair[0].block_m if pair[0].mode == "list" else None
+
+
 def product_of(key: tuple[str, str]) -> str:
     """The product of a row: its module, or the half of the experts."""
     fused = {"expand_swiglu": "gate_up", "expand_topk_sum": "down"}

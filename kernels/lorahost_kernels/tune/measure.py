@@ -21,6 +21,7 @@ from lorahost_kernels.ops.shrink.launch import shrink
 from lorahost_kernels.ops.work_list.launch import build_work_list
 from lorahost_kernels.tune import cases, fused
 from lorahost_kernels.tune.compile import Pair, Problem, problems
+from lorahost_kernels.tune.known import rows_of
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.timing import Call, capture, quick_us, relative_error, replay_us
 from lorahost_kernels.tuned.shape import ModelShape
@@ -183,11 +184,6 @@ class Checks:
 def outputs(a: cases.Layer) -> tuple[Tensor, ...]:
     """What an expand writes or adds to."""
     return (a.y,) if a.out is None else (a.out, a.y)
-
-
-def rows_of(pair: Pair) -> int | None:
-    """Rows per tile of the work list that a candidate needs; None: no list."""
-    return pair[0].block_m if pair[0].mode == "list" else None
 
 
 def impossible(failure: Exception) -> bool:

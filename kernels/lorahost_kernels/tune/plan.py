@@ -11,6 +11,10 @@ from lorahost_kernels.tuned.shape import ModelShape
 
 # Tokens of a batch by how much an engine gains from them: usual decode and prefill steps, then what lies between.
 VALUE = (16, 1, 8192, 2048, 8, 32, 64, 4, 2, 128, 1024, 256, 4096, 512)
+SECONDS_TO_START = 10.0  # of a second process, until it times
+SECONDS_TO_CONFIRM = 1.5  # one point there
+MOST_KEPT = 0.2  # of a budget, for the second process
+LEAST_BUDGET = 60.0  # seconds; of a smaller one nothing is kept
 STEPS = 40  # candidates of a typical descent: for the plan's size only
 
 
@@ -88,6 +92,13 @@ def allowance(left: float, todo: int) -> float:
     return left / todo * (2.0 if todo > 2 else 1.0)
 
 
+def kept(budget_s: float, points: int) -> float:
+    """Seconds at a budget's end in which a second process confirms changed points; 0 of a small budget."""
+    if budget_s < LEAST_BUDGET:
+        return 0.0
+    return min(SECONDS_TO_START + SECONDS_TO_CONFIRM * points, MOST_KEPT * budget_s)
+
+
 def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_limit: int, programs: int) -> str:
     """The plan as text: points, groupings, neighbours of the first step, and about how much there is to measure."""
     adapters, ranks = (
@@ -105,5 +116,10 @@ def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_l
         neighbours = ", ".join(f"{n} {count}" for n, count in steps.items())
         head = f"{place.family:9} {place.adapters}x{place.rank:<3} M={place.tokens:<5}"
         lines.append(f"  {head} {tried:32} first steps: {neighbours}")
-    lines.append(f"about {total} candidates, {budget_s / max(total, 1) * 1e3:.0f} ms each")
+    last = kept(budget_s, len(todo))
+    each = (budget_s - last) / max(total, 1) * 1e3
+    confirmed = f"the last {last:.0f} s are kept to confirm changed points in a second process"
+    lines.append(
+        f"about {total} candidates, {each:.0f} ms each; {confirmed if last else 'no time kept to confirm points'}"
+    )
     return "\n".join(lines)

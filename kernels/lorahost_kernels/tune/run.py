@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lorahost_kernels.tune import search
 from lorahost_kernels.tune.again import Again
-from lorahost_kernels.tune.known import GAIN, WORTH, Choice, Key, Known, Record, choice_of
+from lorahost_kernels.tune.known import GAIN, WORTH, Choice, Key, Known, Record, choice_of, rows_of
 from lorahost_kernels.tune.plan import Place, allowance, operations
 from lorahost_kernels.tune.search import FAILED, Descent
 from lorahost_kernels.tune.space import Pair, Space, groupings, halves_of, merged
@@ -146,7 +146,7 @@ class Tuner:
 
         # the defaults and the neighbours' best are measured even where that takes more than the point's share
         search.run(descents, lambda work: bench.measure(work, last), lambda: False, rounds=1)
-        default = {name: space.default(ways[0]) for name, space in spaces.items()}
+        default = self.default(place)
         if any(descents[name, ways[0]].times.get(pair, FAILED) == FAILED for name, pair in default.items()):
             why = "no time for the defaults" if self.clock() > last else "the defaults don't run here"
             self.say(f"{place}: {why}, no row")
@@ -167,15 +167,7 @@ class Tuner:
         # without the change of grouping, in case that the whole layer says otherwise than its products
         choices = [self._choice(spaces, descents, way, ways[0]) for way in dict.fromkeys([best, ways[0]])]
         count = sum(time < FAILED for descent in descents.values() for time in descent.times.values())
-        used = self._used(place, descents)
-        holds = [default, *(c for c in used if c != default)]
-        choices = [c for c in choices if c not in holds]
-        taken, times = self._verdict(place, bench, holds, choices)
-        # what is in use may be no better than the defaults, or wrong
-        for found in (holds[1:], choices):
-            if taken is None and len(holds) > 1:
-                taken, times = self._verdict(place, bench, [default], found)
-        return self._result(place, bench, default, taken or default, (times[0], times[-1])), count
+        return self.decide(place, bench, self._used(place, descents), choices)[0], count
 
     def tune_again(self, place: Place, bench: Bench, until: float, last: float = math.inf) -> tuple[Result | None, int]:
         """(a result that is better than what the point holds, new candidates timed); no result where none is."""
@@ -183,15 +175,46 @@ class Tuner:
         lists = {way: bench.list_time(way) for way in ways}
         again = Again(self.known, place, spaces, bench.measure, self.clock)
         choices = again.choices(lists, until, last)
-        default = {name: space.default(ways[0]) for name, space in spaces.items()}
+        default = self.default(place)
         holds = [default, again.held] if again.held != default else [default]
         choices = [c for c in choices if c not in holds]
         if not choices:
             return None, again.count
-        taken, times = self._verdict(place, bench, holds, choices)
+        taken, times, _ = self._verdict(place, bench, holds, choices)
         if taken is None:
             return None, again.count
-        return self._result(place, bench, default, taken, (times[0], times[-1])), again.count
+        return self._result(place, bench, default, taken, times), again.count
+
+    def default(self, place: Place) -> Choice:
+        """The built-in tiles of a point."""
+        way = self._ways(place)[0]
+        return {name: space.default(way) for name, space in self.spaces(place).items()}
+
+    def in_use(self, place: Place) -> Choice | None:
+        """What an engine would take at this point now, if it is among the candidates."""
+        found, spaces, ways = self.known.used.get(place, {}), self.spaces(place), self._ways(place)
+        if found.keys() != spaces.keys() or any(rows_of(pair) not in ways for pair in found.values()):
+            return None
+        fits = (spaces[n].allowed(p) or p == spaces[n].default(rows_of(p)) for n, p in found.items())
+        return found if all(fits) else None
+
+    def decide(
+        self, place: Place, bench: Bench, used: Choice | None, choices: Sequence[Choice]
+    ) -> tuple[Result, list[float]]:
+        """(what a point gets, microseconds of what was timed in turns).
+
+        Timed are the defaults, `used` and `choices`, each once; whatever is given must run. A choice must gain over the
+        defaults and `used`, which else stays if it gains over the defaults.
+        """
+        default = self.default(place)
+        holds = [default, used] if used and used != default else [default]
+        choices = [c for c in choices if c not in holds]
+        taken, times, each = self._verdict(place, bench, holds, choices)
+        # what is in use may be no better than the defaults, or wrong
+        for found in (holds[1:], choices):
+            if taken is None and len(holds) > 1:
+                taken, times, _ = self._verdict(place, bench, [default], found)
+        return self._result(place, bench, default, taken or default, times), each
 
     def _descent(self, place: Place, name: str, space: Space, way: int | None) -> Descent[Pair]:
         near = (
@@ -212,21 +235,19 @@ class Tuner:
             choice[name] = default if same else descent.best
         return choice
 
-    def _used(self, place: Place, descents: Mapping[Key, Descent[Pair]]) -> list[Choice]:
-        """What an engine would take at this point now, if it runs here; none or one."""
-        found = self.known.used.get(place, {})
-        keys = {name: (name, pair[0].block_m if pair[0].mode == "list" else None) for name, pair in found.items()}
-        timed = {name: descents[key].times for name, key in keys.items() if key in descents}
-        runs = all(timed.get(name, {}).get(pair, FAILED) < FAILED for name, pair in found.items())
-        return [found] if runs and found.keys() == {name for name, _ in descents} else []
+    def _used(self, place: Place, descents: Mapping[Key, Descent[Pair]]) -> Choice | None:
+        """What is in use, if it ran here."""
+        found = self.in_use(place) or {}
+        runs = all(descents[name, rows_of(pair)].times.get(pair, FAILED) < FAILED for name, pair in found.items())
+        return found if found and runs else None
 
     def _verdict(
         self, place: Place, bench: Bench, holds: Sequence[Choice], choices: Sequence[Choice]
-    ) -> tuple[Choice | None, list[float]]:
+    ) -> tuple[Choice | None, tuple[float, float], list[float]]:
         """Times choices in turn with what they must beat: the defaults, and what the point holds or held before.
 
-        Returns the best choice that is right and gains beyond the noise, if any, and the times of `holds`, with that
-        choice's behind them.
+        Returns the best choice that is right and gains beyond the noise, if any; the defaults' time and its time, or
+        the defaults' again; and the times of all.
         """
         times = bench.turns([*holds, *choices])
         limit = min(map(limit_of, times[: len(holds)]))
@@ -234,9 +255,9 @@ class Tuner:
         for choice, found in sorted(zip(choices, middle[len(holds) :], strict=True), key=lambda c: c[1]):
             if found < limit:
                 if bench.right(choice):
-                    return choice, [*middle[: len(holds)], found]
+                    return choice, (middle[0], found), middle
                 self.say(f"{place}: wrong at the full batch size, dropped: {choice}")
-        return None, middle[: len(holds)]
+        return None, (middle[0], middle[0]), middle
 
     def _result(self, place: Place, bench: Bench, default: Choice, taken: Choice, times: tuple[float, float]) -> Result:
         """The result with the times of each operation alone."""

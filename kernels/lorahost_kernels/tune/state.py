@@ -17,6 +17,8 @@ class StateError(ValueError):
 class State:
     """The results of one run, kept in a file that is rewritten after each point.
 
+    `starts` are the points that were in use when the run began; None in a new run, until whoever runs it sets them.
+
     Args:
         path: The file.
         key: What makes two runs the same run.
@@ -29,6 +31,7 @@ class State:
         self.path, self.key = path, key
         self.results: list[Result] = []
         self.banned: list[str] = []
+        self.starts: list[Result] | None = None
         if path.exists():
             self._load()
 
@@ -47,8 +50,9 @@ class State:
         self.path.unlink(missing_ok=True)
 
     def _save(self) -> None:
-        rows = [result_json(r) for r in self.results]
-        replace_text(self.path, json.dumps({"key": self.key, "results": rows, "banned": self.banned}))
+        rows, starts = ([result_json(r) for r in results] for results in (self.results, self.starts or []))
+        content = {"key": self.key, "results": rows, "banned": self.banned, "starts": starts}
+        replace_text(self.path, json.dumps(content))
 
     def _load(self) -> None:
         remedy = f"remove {self.path} to begin anew"
@@ -56,6 +60,7 @@ class State:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             self.results = [result_of(r) for r in found["results"]]
             self.banned = [str(b) for b in found["banned"]]
+            self.starts = [result_of(r) for r in found["starts"]]
             key = found["key"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(

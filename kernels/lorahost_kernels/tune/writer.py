@@ -46,7 +46,8 @@ class Row:
 class Result:
     """One tuned point; rows by (module or nothing, operation); times of the whole family in microseconds.
 
-    passes: which pass over the points it was visited in last; not in the file.
+    passes: which pass over the points it was visited in last; confirmed: whether its times are of a second process.
+    Neither is in the file.
     """
 
     family: str
@@ -57,6 +58,7 @@ class Result:
     after_us: float
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)
     passes: int = 1
+    confirmed: bool = False
 
     @property
     def place(self) -> Place:
