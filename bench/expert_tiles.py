@@ -125,6 +125,12 @@ def measure(product: str, layers: list[Weights], experts: str, tokens: int, befo
     return [Result(t, 0.0 if right else float("inf")) for t, right in zip(middle, same, strict=True)]
 
 
+def everywhere() -> None:
+    """Busy programs first in both GEMMs at any size, in those too that the plugin leaves as they are."""
+    expert_tiles.second_gemm = lambda flags: True
+    expert_tiles.has_idle_programs = lambda pairs, experts, block_m: True
+
+
 def ids_of(experts: str, tokens: int, seed: int) -> torch.Tensor:
     """topk_ids (tokens, TOPK) int32."""
     if experts == "same":
@@ -151,8 +157,9 @@ def main() -> int:
     import triton_kernels.matmul_ogs_details.opt_flags as opt_flags  # type: ignore[import-not-found]
 
     opt_flags.update_opt_flags_constraints({"split_k": 1})  # as vLLM on Hopper
-    expert_tiles.apply_patches()
-    expert_tiles.second_gemm = lambda flags: True
+    if problem := expert_tiles.apply_patches():
+        raise SystemExit(problem)
+    everywhere()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, args.rev)
     layers = [Weights(random_weight(2 * WIDTH, HIDDEN), random_weight(HIDDEN, WIDTH)) for _ in range(LAYERS)]
     red = 0

@@ -36,8 +36,25 @@ def matmul(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(patching, "_originals", {})
     found: Any = modules[expert_tiles.MODULE]
-    found.make_opt_flags = lambda flags, *rest: flags
+    found.make_opt_flags = options_given
     return modules[expert_tiles.MODULE]
+
+
+def options_given(
+    out_dtype: Any,
+    lhs_dtype: Any,
+    rhs_dtype: Any,
+    precision_config: Any,
+    m: int,
+    n: int,
+    k: int,
+    routing_data: Any,
+    can_use_persistent_tma: bool,
+    can_use_fused_scatter: bool,
+    epilogue_effective_itemsize: Any,
+) -> Any:
+    """Arguments as in the triton_kernels that vLLM carries."""
+    return out_dtype
 
 
 def chosen(matmul: Any, flags: OptFlags, rows: int = 64, routing: Any = True) -> OptFlags:
@@ -99,3 +116,30 @@ def test_another_version_is_said_and_left_alone(
     before = dict(vars(matmul))
     assert missing in expert_tiles.apply_patches()
     assert vars(matmul) == before
+
+
+def test_arguments_in_other_places_are_said_and_left_alone(matmul: Any) -> None:
+    def newer(out_dtype: Any, lhs_dtype: Any, rhs_dtype: Any, precision_config: Any, batch_size: int, m: int, n: int,
+              k: int, routing_data: Any) -> Any:  # fmt: skip
+        return out_dtype
+
+    matmul.make_opt_flags = newer
+    assert "batch_size" in expert_tiles.apply_patches()
+    assert matmul.make_opt_flags is newer
+
+
+def test_a_second_call_changes_nothing(matmul: ModuleType) -> None:
+    assert [expert_tiles.apply_patches() for _ in range(2)] == ["", ""]
+    assert chosen(matmul, OptFlags()) == OptFlags(xcd_swizzle=expert_tiles.XCD_SWIZZLE)
+
+
+def test_the_benchmark_measures_what_the_plugin_leaves_out(matmul: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from bench.expert_tiles import everywhere
+
+    for name in ("second_gemm", "has_idle_programs"):
+        monkeypatch.setattr(expert_tiles, name, getattr(expert_tiles, name))
+    assert expert_tiles.apply_patches() == ""
+    everywhere()
+    for flags, rows in ((OptFlags(fused_scatter=False), 64), (OptFlags(), 4), (OptFlags(), 512)):
+        assert chosen(matmul, flags, rows).xcd_swizzle == expert_tiles.XCD_SWIZZLE

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from typing import Any, Protocol
 
 from lorahost_kernels.configs import cdiv
@@ -21,7 +22,9 @@ MODULE, NAME = "triton_kernels.matmul_ogs", "make_opt_flags"
 XCD_SWIZZLE = 2
 # tile height of batches with up to 16 pairs an expert: with higher ones, as with fewer pairs than experts, few are idle
 BLOCK_M = 16
-ROWS, ROUTING_DATA = 4, 7  # their places among the arguments
+# places among the arguments; later versions of triton_kernels have a batch size before the rows
+ROWS, ROUTING_DATA = 4, 7
+PLACED = ["m", "n", "k", "routing_data"]
 
 
 class Options(Protocol):
@@ -43,6 +46,11 @@ def apply_patches() -> str:
     needed = {"block_m", "fused_scatter", "is_persistent", "xcd_swizzle"}
     if not hasattr(matmul, NAME) or not needed <= fields:
         return f"this triton_kernels has no {NAME} with {', '.join(sorted(needed))}"
+    choose = getattr(matmul, NAME)
+    if choose is make_opt_flags:
+        return ""
+    if list(inspect.signature(choose).parameters)[ROWS : ROUTING_DATA + 1] != PLACED:
+        return f"this triton_kernels has a {NAME} with other arguments: {inspect.signature(choose)}"
     patch(matmul, NAME, make_opt_flags)
     return ""
 

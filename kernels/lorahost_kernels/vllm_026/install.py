@@ -33,8 +33,8 @@ def install() -> None:
     """Applies all patches once.
 
     Raises:
-        PluginError: wrong vLLM version, or a name that we use has changed, or LORAHOST_KERNELS or
-            LORAHOST_SKIP_UNTOUCHED is neither on nor off. Nothing is patched then.
+        PluginError: wrong vLLM version, or a name that we use has changed, or LORAHOST_KERNELS,
+            LORAHOST_SKIP_UNTOUCHED or LORAHOST_BUSY_FIRST is neither on nor off. Nothing is patched then.
     """
     global _installed
     if _installed:
