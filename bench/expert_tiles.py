@@ -139,13 +139,6 @@ def ids_of(experts: str, tokens: int, seed: int) -> torch.Tensor:
     return noise.topk(TOPK).indices.to(DEVICE, torch.int32)
 
 
-@dataclass(frozen=True)
-class Named:
-    """One of ORDERS, for `rows`."""
-
-    name: str
-
-
 def main() -> int:
     """Prints the table; 1 if outputs differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,8 +167,7 @@ def main() -> int:
                     label = f"{product} {experts} M={tokens} before={before}"
                     print(f"{label:<34} {found if right else 'RED: outputs differ'}", flush=True)
                     config = f"gpt-oss-20b mxfp4 experts={experts} before={before} layers={LAYERS}"
-                    named = [Named(order) for order in ORDERS]
-                    append(args.csv, COLUMNS, rows(product, tokens, config, args.rev, results, named))
+                    append(args.csv, COLUMNS, rows(product, tokens, config, args.rev, results, [*ORDERS]))
                     gc.collect()
     return 1 if red else 0
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import triton
@@ -37,13 +36,6 @@ COLUMNS = (
     "kernel", "provider", "mode", "metric", "unit", "x_name", "x_value", "p50", "p20", "p80", "config", "gpu",
     "versions", "date", "git_rev",
 )  # fmt: skip
-
-
-class Named(Protocol):
-    """What rows are told apart by."""
-
-    @property
-    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,7 @@ def line(label: str, results: Sequence[Result], providers: Sequence[Provider]) -
 
 
 def rows(
-    kernel: str, tokens: int, config: str, rev: str, results: Sequence[Result], providers: Sequence[Named]
+    kernel: str, tokens: int, config: str, rev: str, results: Sequence[Result], providers: Sequence[str]
 ) -> list[list[object]]:
     """Tidy rows: one for each time and error."""
     where = [
@@ -162,8 +154,8 @@ def rows(
         rev,
     ]
     out: list[list[object]] = []
-    for p, r in zip(providers, results, strict=True):
-        head: list[object] = [kernel, p.name, "cuda graph"]
+    for name, r in zip(providers, results, strict=True):
+        head: list[object] = [kernel, name, "cuda graph"]
         if r.time:
             out.append([*head, "time", "us", "tokens", tokens, r.time.p50, r.time.p20, r.time.p80, config, *where])
         out.append([*head, "error", "1", "tokens", tokens, r.error, r.error, r.error, config, *where])
@@ -200,7 +192,8 @@ def main() -> int:
                     red += not results[0].error < LIMIT
                     print(line(f"{kind} {name} M={tokens} adapters={adapters}", results, providers), flush=True)
                     config = f"{name} rank=32 slots={SLOTS} adapters={adapters} bf16"
-                    append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, providers))
+                    names = [p.name for p in providers]
+                    append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, names))
                     gc.collect()
                     torch.cuda.empty_cache()
     return 1 if red else 0

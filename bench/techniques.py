@@ -214,7 +214,7 @@ def main() -> int:
             print(line(technique, result, found[0][1]), flush=True)
         config = f"{name} rank={rank} slots={SLOTS} adapters={adapters} bf16"
         results = [result for _, result in found]
-        append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, [t for t, _ in found]))
+        append(args.csv, COLUMNS, rows(kind, tokens, config, args.rev, results, [t.name for t, _ in found]))
         gc.collect()
         torch.cuda.empty_cache()
     return 1 if red else 0

@@ -127,13 +127,6 @@ def line(label: str, results: list[Result]) -> str:
     return f"{label:<28} {base:7.2f} us without LoRA; {costs}"
 
 
-@dataclass(frozen=True)
-class Named:
-    """One of STATES, for `rows`."""
-
-    name: str
-
-
 def main() -> int:
     """Prints the table; 1 if an output is wrong, 2 where launches can't be left out of graphs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,8 +149,7 @@ def main() -> int:
             times = {state: r.time.p50 for state, r in zip(STATES, results, strict=True) if r.time}
             saved += [times[LAUNCHED] - times[SKIPPED]] if right else []
             config = f"gpt-oss-20b rank={RANK} slots={SLOTS} adapters={args.adapters} layers={LAYERS} bf16"
-            providers = [Named(state) for state in STATES]
-            append(args.csv, COLUMNS, rows(name, tokens, config, args.rev, results, providers))
+            append(args.csv, COLUMNS, rows(name, tokens, config, args.rev, results, STATES))
             gc.collect()
             torch.cuda.empty_cache()
     if saved:
