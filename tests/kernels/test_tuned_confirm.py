@@ -247,7 +247,7 @@ def test_how_much_of_a_budget_is_kept(budget: float, points: int, seconds: float
 def test_the_plan_says_what_is_kept() -> None:
     made = (plan.places(SHAPE, (1, 16), ("moe", "dense")),)
     last = plan.describe(SHAPE, *made, 90.0, 227 * 1024, PROGRAMS).splitlines()[-1]
-    assert last.endswith(" ms each; the last 16 s are kept to confirm changed points in a second process")
+    assert last.endswith(" ms each; up to 16 s at the end are kept to confirm changed points in a second process")
     last = plan.describe(SHAPE, *made, 30.0, 227 * 1024, PROGRAMS).splitlines()[-1]
     assert last.endswith(" ms each; no time kept to confirm points")
 

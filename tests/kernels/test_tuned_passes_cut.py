@@ -10,7 +10,7 @@ import pytest
 from tests.kernels.tuned_simulated import Clock, Simulated, spaces_of, tuner
 from tests.kernels.tuned_surfaces import POINTS, Rugged, tuned_by
 
-from lorahost_kernels.tune import run
+from lorahost_kernels.tune import confirm, plan, run
 from lorahost_kernels.tune.known import Choice, Key, choice_of
 from lorahost_kernels.tune.plan import Place
 from lorahost_kernels.tune.search import STEP_GAIN
@@ -99,3 +99,18 @@ def test_no_pass_goes_beyond_the_budget(budget: float) -> None:
     assert max(map(len, said)) < 120
     # what is left of a budget is used
     assert clock.now > budget - run.SECONDS_A_POINT - 0.1
+
+
+@pytest.mark.parametrize("budget", [70.0, 210.0, 300.0, 380.0])
+def test_what_is_kept_to_confirm_grows_with_what_has_changed(budget: float) -> None:
+    clock, results = Clock(), list[Result]()
+    tuned, _ = tuner(clock)
+
+    def kept() -> float:
+        return plan.kept(budget, len(confirm.changed(tuned, POINTS)) + 1)
+
+    tuned.tune(POINTS, lambda p: Rugged(p, spaces_of(p), clock), budget, results.append, kept)
+    tasks = len(confirm.changed(tuned, POINTS))
+    assert 0 < tasks <= len({r.place for r in results})
+    assert clock.now <= budget - plan.kept(budget, tasks)
+    assert clock.now > budget - plan.kept(budget, tasks + 1) - run.SECONDS_A_POINT - 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,20 +241,30 @@ def test_the_file_does_not_keep_tiles_that_broke_the_second_process(
     assert [(p.before_us, p.after_us) for p in (*file.moe_fused, *file.dense)] == [(20, 20), (20, 18)]
 
 
-@pytest.mark.parametrize(("budget", "passes"), [("480s", 480 - 13), ("50s", 50), ("60s", 60 - 12)])
+@pytest.mark.parametrize(
+    ("budget", "changed", "kept"),
+    [("480s", 0, 11.5), ("480s", 9, 25.0), ("480s", 99, 96.0), ("50s", 9, 0), ("60s", 9, 12.0)],
+)
 def test_passes_end_where_the_second_processs_time_begins(
-    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch, budget: str, passes: float
+    tmp_path: Path, simulated: list[Place], monkeypatch: pytest.MonkeyPatch, budget: str, changed: int, kept: float
 ) -> None:
     ends: list[float] = []
+    found: list[None] = []
 
-    def tune(self: Tuner, todo: Any, open_bench: Any, deadline: float, done: Any) -> list[Place]:
-        ends.append(deadline)
+    def tune(
+        self: Tuner, todo: Any, open_bench: Any, deadline: float, done: Any, kept: Callable[[], float]
+    ) -> list[Place]:
+        # counted when it is asked
+        found[:] = [None] * changed
+        ends.append(deadline - kept())
+        found.clear()
         return []
 
     monkeypatch.setattr(Tuner, "tune", tune)
+    monkeypatch.setattr(confirm, "changed", lambda tuner, todo: found)
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     common = ("--model", "gpt-oss-20b", "--sizes", "16", "--jobs", "0", "--out", str(tmp_path / "x.json"))
     code, text = run(*common, "--budget", budget)
     assert code == 0, text
-    assert ends == [1000.0 + passes]
+    assert ends == [1000.0 + int(budget[:-1]) - kept]
     assert "nothing to confirm" in text

@@ -175,8 +175,13 @@ def tune(args: argparse.Namespace, shape: ModelShape, started: float) -> int:
     if state.results:
         say(f"{len(state.results)} points are done by an earlier run ({state.path})")
     deadline = started + args.budget
+
+    def kept() -> float:
+        # the point that comes may change, too
+        return plan.kept(args.budget, len(confirm.changed(tuner, todo)) + 1)
+
     try:
-        left = tuner.tune(todo, lab.open, deadline - plan.kept(args.budget, len(todo)), output.add)
+        left = tuner.tune(todo, lab.open, deadline, output.add, kept)
         # the second process gets the memory and the cores
         lab.close()
         compiler.close()

@@ -29,6 +29,7 @@ from lorahost_kernels.tuned.shape import ModelShape
 LIMIT = 5e-3  # relative error that a candidate may have, mostly the rounding of the output
 CHECK_TOKENS = 96
 LEAST_CALLS, MOST_CALLS = 8, 512  # in a graph
+MOST_COPIES = 16  # of a batch's activations
 MOST_WEIGHTS = 16 * 2**30  # bytes
 TURNS = 7
 PRODUCTS: dict[str, tuple[Callable[..., None], Callable[..., Tensor], Callable[..., None]]] = {
@@ -181,6 +182,17 @@ class Checks:
         self._good.add((name, pair))
 
 
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def calls_for(wanted: int, weights: int, activations: int) -> int:
+    """Calls that touch `wanted` bytes together: each has weights of its own, MOST_COPIES activations of their own."""
+    calls = cdiv(wanted, weights + activations)
+    return calls if calls <= MOST_COPIES else cdiv(max(0, wanted - MOST_COPIES * activations), weights)
+
+
 def outputs(a: cases.Layer) -> tuple[Tensor, ...]:
     """What an expand writes or adds to."""
     return (a.y,) if a.out is None else (a.out, a.y)
@@ -275,11 +287,12 @@ class Workbench:
     def batch(self, tokens: int) -> Batch:
         """Inputs of as many calls as together touch more than twice the L2, half uniform, half Zipf."""
         problems = self.problems(tokens)
-        touched = min(self.touched(p) for p in problems.values())
-        calls = max(LEAST_CALLS, min(MOST_CALLS, cdiv(2 * self.l2_bytes, touched)))
         inputs = [self.activations(tokens)]
+        # with the weights alone a prefill of one adapter had hundreds of calls, and a candidate took seconds
+        wanted = max(calls_for(2 * self.l2_bytes, self.touched(p), bytes_of(inputs[0][n])) for n, p in problems.items())
+        calls = max(LEAST_CALLS, min(MOST_CALLS, wanted))
         size = min(y.numel() * self.item for _, y, *_ in inputs[0].values())
-        copies = max(1, min(calls, cdiv(2 * self.l2_bytes, size), 16))
+        copies = max(1, min(calls, cdiv(2 * self.l2_bytes, size), MOST_COPIES))
         inputs += [self.activations(tokens) for _ in range(copies - 1)]
         products = {n: Product(p, self.weights[n], [i[n] for i in inputs]) for n, p in problems.items()}
         moe = None if self.family == "dense" else self.shape.moe

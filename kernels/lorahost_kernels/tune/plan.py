@@ -118,7 +118,7 @@ def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_l
         lines.append(f"  {head} {tried:32} first steps: {neighbours}")
     last = kept(budget_s, len(todo))
     each = (budget_s - last) / max(total, 1) * 1e3
-    confirmed = f"the last {last:.0f} s are kept to confirm changed points in a second process"
+    confirmed = f"up to {last:.0f} s at the end are kept to confirm changed points in a second process"
     lines.append(
         f"about {total} candidates, {each:.0f} ms each; {confirmed if last else 'no time kept to confirm points'}"
     )

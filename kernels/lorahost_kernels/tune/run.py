@@ -74,18 +74,19 @@ class Tuner:
         open_bench: Callable[[Place], Bench],
         deadline: float,
         done: Callable[[Result], None],
+        kept: Callable[[], float] = lambda: 0.0,
     ) -> list[Place]:
         """Tunes the places in order, then passes over them again while that finds anything.
 
-        Each result goes to `done`, a later one of a place in place of its earlier one. Returns the places that no time
-        was left for.
+        Each result goes to `done`, a later one of a place in place of its earlier one; `kept` says before each point
+        how many seconds before the deadline the passes must end. Returns the places that no time was left for.
         """
         held = self.known.held
         for number in itertools.count(1):
             # a pass that an earlier run began may have found something there
             whole = all(held[p].passes < number for p in todo if p in held)
             wanted = [p for p in todo if self._wants(p, number)]
-            found = self._pass(number, wanted, open_bench, deadline, done)
+            found = self._pass(number, wanted, open_bench, lambda: deadline - kept(), done)
             if found is None or (number > 1 and whole and not found):
                 break
         return [p for p in todo if p not in held and p not in self._without]
@@ -102,14 +103,14 @@ class Tuner:
         number: int,
         wanted: Sequence[Place],
         open_bench: Callable[[Place], Bench],
-        deadline: float,
+        end: Callable[[], float],
         done: Callable[[Result], None],
     ) -> bool | None:
         """One pass over the points; whether it found anything, None when the time is over."""
-        last, found = deadline - SECONDS_OF_VERDICT, False
+        found = False
         for i, place in enumerate(wanted):
-            began = self.clock()
-            left = deadline - began
+            began, deadline = self.clock(), end()
+            left, last = deadline - began, deadline - SECONDS_OF_VERDICT
             if left < SECONDS_A_POINT:
                 return None
             until = min(began + allowance(left, len(wanted) - i), last)
