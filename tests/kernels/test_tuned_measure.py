@@ -13,7 +13,7 @@ import torch
 from lorahost_kernels.configs import ExpandConfig, ShrinkConfig
 from lorahost_kernels.ops import layer
 from lorahost_kernels.ops.common.routing import Routing
-from lorahost_kernels.tune import fused, gpu, measure, plan
+from lorahost_kernels.tune import fused, gpu, measure, plan, timing
 from lorahost_kernels.tune.compile import TOO_SLOW, Compiler, Pair, Problem
 from lorahost_kernels.tune.measure import Batch, Workbench, WrongResultError
 from lorahost_kernels.tune.plan import Place
@@ -68,7 +68,7 @@ def test_calls_touch_twice_the_l2_together_and_no_more(tokens: int, calls: int) 
     def touched(calls: int) -> int:
         layers = [made.products["o"].layer(i, made.routings[0]) for i in range(calls)]
         tensors = {t.data_ptr(): t for a in layers for t in (a.x, a.y, a.lora_a[0], a.lora_b[0])}
-        return measure.bytes_of([*tensors.values()])
+        return timing.bytes_of([*tensors.values()])
 
     assert len(made.routings) == calls
     assert touched(calls) >= 2 * l2

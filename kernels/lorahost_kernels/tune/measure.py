@@ -23,7 +23,7 @@ from lorahost_kernels.tune import cases, fused
 from lorahost_kernels.tune.compile import Pair, Problem, problems
 from lorahost_kernels.tune.known import rows_of
 from lorahost_kernels.tune.plan import Place
-from lorahost_kernels.tune.timing import Call, capture, quick_us, relative_error, replay_us
+from lorahost_kernels.tune.timing import Call, bytes_of, calls_for, capture, quick_us, relative_error, replay_us
 from lorahost_kernels.tuned.shape import ModelShape
 
 LIMIT = 5e-3  # relative error that a candidate may have, mostly the rounding of the output
@@ -182,17 +182,6 @@ class Checks:
         self._good.add((name, pair))
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def calls_for(wanted: int, weights: int, activations: int) -> int:
-    """Calls that touch `wanted` bytes together: each has weights of its own, MOST_COPIES activations of their own."""
-    calls = cdiv(wanted, weights + activations)
-    return calls if calls <= MOST_COPIES else cdiv(max(0, wanted - MOST_COPIES * activations), weights)
-
-
 def outputs(a: cases.Layer) -> tuple[Tensor, ...]:
     """What an expand writes or adds to."""
     return (a.y,) if a.out is None else (a.out, a.y)
@@ -289,7 +278,8 @@ class Workbench:
         problems = self.problems(tokens)
         inputs = [self.activations(tokens)]
         # with the weights alone a prefill of one adapter had hundreds of calls, and a candidate took seconds
-        wanted = max(calls_for(2 * self.l2_bytes, self.touched(p), bytes_of(inputs[0][n])) for n, p in problems.items())
+        each = [(self.touched(p), bytes_of(inputs[0][name])) for name, p in problems.items()]
+        wanted = max(calls_for(2 * self.l2_bytes, *touched, MOST_COPIES) for touched in each)
         calls = max(LEAST_CALLS, min(MOST_CALLS, wanted))
         size = min(y.numel() * self.item for _, y, *_ in inputs[0].values())
         copies = max(1, min(calls, cdiv(2 * self.l2_bytes, size), MOST_COPIES))

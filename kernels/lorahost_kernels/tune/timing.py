@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorahost_kernels.configs import cdiv
+
 Call = Callable[[], object]
 
 
@@ -74,6 +76,17 @@ def quick_us(calls: Sequence[Call], good: float = float("inf"), seconds: float =
         times = replay_us(graph, max(5, min(40, int(seconds * 1e6 / first[0]))))
     graph.reset()
     return spread(times, len(calls)).p50
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def calls_for(wanted: int, weights: int, activations: int, copies: int) -> int:
+    """Calls that touch `wanted` bytes together; each has weights of its own, `copies` have activations of their own."""
+    calls = cdiv(wanted, weights + activations)
+    return calls if calls <= copies else cdiv(max(0, wanted - copies * activations), weights)
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
