@@ -54,8 +54,8 @@ class Engine:
     @property
     def expected(self) -> set[str]:
         """All that the plugin's operations may run on here."""
-        on_gpu = ["busy-first"] if self.operations == "triton" else []
-        return {self.operations, "background", *on_gpu, *(["skipped"] if self.skip else [])}
+        on_gpu = ["busy-first", "skipped" if self.skip else "launched"] if self.operations == "triton" else []
+        return {self.operations, "background", *on_gpu}
 
 
 # vLLM's rotary operation for CPUs misreads the strided queries and keys of DeepSeek without MLA

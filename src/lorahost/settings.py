@@ -58,8 +58,7 @@ class Settings(BaseSettings):
     )
     # the next three are checked here and read by the kernels, in vLLM's processes, from the environment
     skip_untouched: Literal["on", "off"] = Field(
-        "off",
-        description="On a GPU: no launches for modules that no resident adapter has weights for.",
+        "on", description="On a GPU: no launches for modules that no resident adapter has weights for."
     )
     busy_first: Literal["on", "off"] = Field(
         "on",

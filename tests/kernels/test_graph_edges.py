@@ -16,7 +16,7 @@ from tests.kernels.fake_cuda import (
     replayed,
 )  # fmt: skip
 
-from lorahost_kernels.vllm_026 import graph_nodes
+from lorahost_kernels.vllm_026 import graph_driver, graph_nodes
 from lorahost_kernels.vllm_026.graph_driver import DriverError
 from lorahost_kernels.vllm_026.graph_nodes import run_for
 
@@ -119,7 +119,7 @@ def test_a_stream_that_is_not_captured(cuda: FakeLibrary) -> None:
 def test_too_many_launches(cuda: FakeLibrary) -> None:
     def call(launch: Any) -> None:
         launch("gemm")
-        run_for(ROUTER, lambda: [launch("again") for _ in range(graph_nodes.MOST_NODES + 1)])
+        run_for(ROUTER, lambda: [launch("again") for _ in range(graph_driver.MOST_NODES + 1)])
 
     with pytest.raises(DriverError, match="after 64"):
         captured(cuda, call)
@@ -157,7 +157,7 @@ def test_a_fork_is_refused(cuda: FakeLibrary) -> None:
     graph = graph_nodes.following(FakeGraph)()
     graph.capture_begin()
     cuda.launch("gemm")
-    with pytest.raises(DriverError, match=r"no chain in a CUDA graph: 2 nodes .* LORAHOST_SKIP_UNTOUCHED=on"):
+    with pytest.raises(DriverError, match=r"no chain in a CUDA graph: 2 nodes .* LORAHOST_SKIP_UNTOUCHED=off"):
         run_for(QKV, fork)
     graph.capture_end()
     assert graph_nodes.state.recording is None

@@ -109,7 +109,7 @@ def test_a_graph_that_lacks_what_is_needed_is_never_replayed(
     with monkeypatch.context() as broken:
         broken.setattr(FakeLibrary, FUNCTIONS[name], lambda *_: 2)
         for _ in range(2):
-            with pytest.raises(DriverError, match=f"{name} failed with CUDA error 2; without LORAHOST_SKIP_UNTOUCHED"):
+            with pytest.raises(DriverError, match=f"{name} failed with CUDA error 2; with LORAHOST_SKIP_UNTOUCHED=off"):
                 graph.replay()
     assert len(cuda.ran) == 1
     assert replayed(graph) == ["gemm", "topk", "qkv", "with", "sum"]
@@ -141,7 +141,7 @@ def test_a_graph_that_cannot_be_built_is_met_at_the_end_of_its_capture(
     cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str, call: Any
 ) -> None:
     monkeypatch.setattr(FakeLibrary, FUNCTIONS[name], lambda *_: 801)
-    with pytest.raises(DriverError, match=f"{name} failed with CUDA error 801; without LORAHOST_SKIP_UNTOUCHED=on"):
+    with pytest.raises(DriverError, match=f"{name} failed with CUDA error 801; with LORAHOST_SKIP_UNTOUCHED=off"):
         captured(cuda, call)
     assert graph_nodes.state.recording is None
 

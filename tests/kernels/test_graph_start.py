@@ -24,7 +24,7 @@ class TestStart:
         monkeypatch.setattr(install, "kernels", {})
         monkeypatch.setattr(install, "operations", {"shrink": "triton", "expand": "triton"})
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "on")
+        monkeypatch.delenv("LORAHOST_SKIP_UNTOUCHED", raising=False)
 
     def test_missing_library(self, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture) -> None:
         def missing(name: str) -> None:
@@ -54,7 +54,10 @@ class TestStart:
         assert install.kernels["untouched_modules"]["fallback"] is True
         assert graph_nodes.state.driver is None
 
-    def test_working_driver(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("value", ["on", None])
+    def test_launches_are_left_out_by_default(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+        if value:
+            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
         monkeypatch.setattr(graph_nodes, "CudaDriver", SimpleNamespace)
         monkeypatch.setattr(graph_nodes, "check", lambda *_: None)
         install.skip_untouched()
@@ -67,20 +70,36 @@ class TestStart:
         install.skip_untouched()
         assert torch.cuda.CUDAGraph is made, "a second engine has the same graphs"
 
+    def test_what_turns_out_at_a_capture_is_said(
+        self, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(graph_nodes, "CudaDriver", FakeLibrary)
+        monkeypatch.setattr(graph_nodes, "check", lambda *_: None)
+        install.skip_untouched()
+        made = torch.cuda.CUDAGraph
+        assert plugin_log.text.count("though for nothing") == 0
+        with graph_nodes._or_launch_all([(1, True)]):
+            raise DriverError("a fork")
+        install.skip_untouched()
+        assert torch.cuda.CUDAGraph is made, "a second engine gets the same answer"
+        found = install.kernels["untouched_modules"]
+        assert (found["path"], found["reason"], found["fallback"]) == ("launched", "a fork", True)
+        assert plugin_log.text.count("launched, though for nothing: a fork") == 2
+
     def test_nothing_is_switched_without_our_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(install, "operations", {"shrink": "stock", "expand": "stock"})
-        monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
+        monkeypatch.setattr(graph_nodes, "start", lambda _: pytest.fail("was started"))
         install.skip_untouched()
         assert install.kernels == {}
 
-    @pytest.mark.parametrize("value", ["off", None])
-    def test_off_is_the_default(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-        monkeypatch.delenv("LORAHOST_SKIP_UNTOUCHED")
-        if value:
-            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
-        monkeypatch.setattr(graph_nodes, "start", lambda: pytest.fail("was started"))
+    def test_off(self, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "off")
+        monkeypatch.setattr(graph_nodes, "start", lambda _: pytest.fail("was started"))
         install.skip_untouched()
-        assert install.kernels == {}
+        found = install.kernels["untouched_modules"]
+        assert found == {"path": "launched", "reason": "LORAHOST_SKIP_UNTOUCHED=off", "fallback": False}
+        assert torch.cuda.CUDAGraph is FakeGraph
+        assert "though for nothing" not in plugin_log.text
 
     def test_misspelt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "no")

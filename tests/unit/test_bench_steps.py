@@ -209,6 +209,7 @@ ONE_EXTRA = 'extra={"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 180
         ("experts_alone", []),
         ("untouched_engine", []),
         ("untouched_modules", []),
+        ("untouched_spread", []),
         ("dense", []),
     ],
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 CAPTURE_ACTIVE = 1
 # PyTorch's: memory of a graph is freed at its next launch, and its nodes have the priorities of their streams
 FLAGS = 1 | 8
+MOST_NODES = 64  # of one module's launches
+ADVICE = "with LORAHOST_SKIP_UNTOUCHED=off launches are never left out of a CUDA graph"
 
 Array = Any  # of ctypes
 
@@ -56,6 +59,35 @@ class GraphDriver(Protocol):
     def release(self, instance: int) -> None:
         """Frees an instantiated graph, at the end of its launches that are under way."""
         ...
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Gives an error the name of the setting without which there are no such graphs."""
+    try:
+        yield
+    except Exception as error:
+        raise DriverError(f"{error}; {ADVICE}") from error
+
+
+def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int]:
+    """Nodes that a capturing stream has got since its last ones were `before`. Raises DriverError for a fork."""
+    nodes: list[int] = []
+    last = driver.last_nodes(stream)
+    while set(last) != set(before):
+        if len(last) != 1 or len(nodes) == MOST_NODES:
+            raise DriverError(
+                f"a module's launches are no chain in a CUDA graph: {len(last)} nodes in one place after {len(nodes)}"
+            )
+        nodes += last
+        last = driver.nodes_before(last[0])
+    return nodes
+
+
+def free_all(driver: GraphDriver, instances: list[int]) -> None:
+    """Frees instances and empties the list."""
+    while instances:
+        driver.release(instances.pop())
 
 
 class CudaDriver:

@@ -6,29 +6,26 @@ without them is instantiated, which replays launch then in place of PyTorch's.
 
 Launches may be chained by programmatic dependent launch. What came behind a node that is left out waits for the end of
 what came before it, by an edge of the usual kind; `check` tries it on the device.
+Where a capture can't be followed, everything is launched from then on, unless its graph has both ways of `run_either`.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from lorahost_kernels.vllm_026.graph_driver import CudaDriver, DriverError, GraphDriver
+from lorahost_kernels.vllm_026.graph_driver import CudaDriver, DriverError, GraphDriver, advised, free_all, nodes_since
 
 T = TypeVar("T")
 
-CHECKS = 40  # replays
-MOST_NODES = 64  # of one module's launches
-ADVICE = "without LORAHOST_SKIP_UNTOUCHED=on launches are never left out of a CUDA graph"
-
-
 Key = tuple[int, bool]
+CHECKS = 40  # replays
 
 
 @dataclass
@@ -37,11 +34,14 @@ class State:
 
     untouched: keys of modules; one that nothing was said about may be touched.
     recording: nodes by module, and whether they run where it is touched or where it is not.
+    tell: is given the reason when nothing is left out any more, the later `problem`; None: that is an error instead.
     """
 
     driver: GraphDriver | None = None
     untouched: frozenset[int] = frozenset()
     recording: dict[Key, list[int]] | None = None
+    tell: Callable[[str], object] | None = None
+    problem: str = ""
 
 
 state = State()
@@ -79,7 +79,8 @@ def run_either(module: int, touched: Callable[[], object], untouched: Callable[[
     """
     if state.recording is not None:
         _record((module, True), touched)
-        _record((module, False), untouched)
+        if state.recording is not None:  # else the graph has the way that is always right
+            _record((module, False), untouched)
     elif _needed(module):
         touched()
     else:
@@ -92,28 +93,36 @@ def _needed(module: int) -> bool:
 
 
 def _record(key: Key, launch: Callable[[], T]) -> T:
-    assert state.driver is not None
-    assert state.recording is not None
+    driver, recording = state.driver, state.recording
+    assert driver is not None
+    assert recording is not None
     stream = torch.cuda.current_stream().cuda_stream
-    before = state.driver.last_nodes(stream)
+    # noted before its launches are in the graph: see _or_launch_all
+    nodes = recording.setdefault(key, [])
+    before: list[int] | None = None
+    with _or_launch_all(recording), advised():
+        before = driver.last_nodes(stream)
     result = launch()
-    state.recording.setdefault(key, []).extend(nodes_since(state.driver, stream, before))
+    if before is not None:
+        with _or_launch_all(recording), advised():
+            nodes += nodes_since(driver, stream, before)
     return result
 
 
-def nodes_since(driver: GraphDriver, stream: int, before: list[int]) -> list[int]:
-    """Nodes that a capturing stream has got since its last ones were `before`. Raises DriverError for a fork."""
-    nodes: list[int] = []
-    last = driver.last_nodes(stream)
-    while set(last) != set(before):
-        if len(last) != 1 or len(nodes) == MOST_NODES:
-            raise DriverError(
-                f"a module's launches are no chain in a CUDA graph: {len(last)} nodes in one place after {len(nodes)}; "
-                + ADVICE
-            )
-        nodes += last
-        last = driver.nodes_before(last[0])
-    return nodes
+@contextmanager
+def _or_launch_all(recorded: Iterable[Key]) -> Iterator[None]:
+    """Where the graph that is being captured can't be followed, leaves out nothing from here on, and tells why.
+
+    Raises:
+        DriverError: Nobody is to be told, or the graph, of which that is recorded, would be wrong as a whole.
+    """
+    try:
+        yield
+    except DriverError as error:
+        if state.tell is None or any(not touched for _, touched in recorded):
+            raise
+        state.driver, state.recording, state.untouched, state.problem = None, None, frozenset(), str(error)
+        state.tell(state.problem)
 
 
 class Launches:
@@ -138,7 +147,7 @@ class Launches:
         if not nodes or self._driver is None:
             return
         # at the end of the process the driver may be gone
-        weakref.finalize(self, _release, self._driver, self._instance).atexit = False
+        weakref.finalize(self, free_all, self._driver, self._instance).atexit = False
         with advised():
             # one that can't be built is met before there are requests
             self._driver.release(self._without(self._driver, frozenset(nodes)))
@@ -158,7 +167,7 @@ class Launches:
         if out != self._out:
             with advised():
                 new = [] if self._pytorch and not out else [self._without(self._driver, out)]
-                _release(self._driver, self._instance)
+                free_all(self._driver, self._instance)
                 self._instance += new
             self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began
         self._seen, self._out = untouched, out
@@ -186,20 +195,6 @@ class Launches:
     def counts(self) -> tuple[int, int]:
         """(noted nodes, those that are left out)."""
         return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._out)
-
-
-def _release(driver: GraphDriver, instances: list[int]) -> None:
-    while instances:
-        driver.release(instances.pop())
-
-
-@contextmanager
-def advised() -> Iterator[None]:
-    """Gives an error the name of the setting that asks for such graphs."""
-    try:
-        yield
-    except Exception as error:
-        raise DriverError(f"{error}; {ADVICE}") from error
 
 
 _all: weakref.WeakSet[Launches] = weakref.WeakSet()
@@ -233,13 +228,16 @@ def following(base: Any) -> Any:
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
             super().capture_begin(*args, **kwargs)
-            state.recording = {}
+            state.recording = None if state.driver is None else {}
 
         def capture_end(self) -> None:
-            nodes, state.recording = state.recording, None
+            nodes, state.recording = state.recording or {}, None
             super().capture_end()
-            self._launches = Launches(self.raw_cuda_graph(), nodes or {})
-            if not self._launches.ready():
+            self._launches, ready = Launches(0, {}), False
+            with _or_launch_all(nodes):
+                launches = Launches(self.raw_cuda_graph(), nodes)
+                ready, self._launches = launches.ready(), launches
+            if not ready:
                 self.instantiate()
 
         def reset(self) -> None:
@@ -253,13 +251,16 @@ def following(base: Any) -> Any:
     return FollowingGraph
 
 
-def start() -> str:
+def start(tell: Callable[[str], object] | None = None) -> str:
     """Makes every CUDA graph of this process from here on a following one; "" or why that can't be.
 
     Not while memory comes from another pool than torch's own: it captures a graph.
+
+    Args:
+        tell: Is given the reason if that turns out at a capture; without it the capture fails.
     """
-    if state.driver is not None:
-        return ""
+    if state.driver is not None or state.problem:
+        return state.problem
     try:
         driver = CudaDriver()
         graph = following(torch.cuda.CUDAGraph)
@@ -267,7 +268,7 @@ def start() -> str:
     except Exception as error:  # whatever it is, launches for nothing are right, too
         return f"{type(error).__name__}: {error}"
     torch.cuda.CUDAGraph = graph  # type: ignore[misc]
-    state.driver = driver
+    state.driver, state.tell = driver, tell
     return ""
 
 

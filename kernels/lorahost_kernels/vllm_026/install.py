@@ -46,7 +46,7 @@ def install() -> None:
         )
     check_signatures(cpu=current_platform.is_cpu())
     wanted = on_or_off("LORAHOST_KERNELS", "on")
-    on_or_off(SKIP_UNTOUCHED, "off")  # a wrong value stops the start, not the warm-up after the weights are loaded
+    on_or_off(SKIP_UNTOUCHED, "on")  # a wrong value stops the start, not the warm-up after the weights are loaded
     on_or_off(BUSY_FIRST, "on")
     register_common()
     if current_platform.is_cpu():
@@ -164,23 +164,32 @@ def choose_paths(device: Any, dtype: Any) -> Paths:
 
 
 def skip_untouched() -> None:
-    """With LORAHOST_SKIP_UNTOUCHED=on leaves out launches of modules that no resident adapter touches.
+    """Unless LORAHOST_SKIP_UNTOUCHED=off, leaves out launches of modules that no resident adapter touches.
 
     Call it before CUDA graphs are captured. Where the driver can't, the reason is recorded and everything is launched.
+    So it is if that turns out at a capture, unless the graph has launches of which only some may run.
 
     Raises:
         PluginError: LORAHOST_SKIP_UNTOUCHED is neither on nor off.
     """
     from lorahost_kernels.vllm_026 import graph_nodes
 
-    if not on_or_off(SKIP_UNTOUCHED, "off") or "triton" not in operations.values():
+    wanted = on_or_off(SKIP_UNTOUCHED, "on")
+    if "triton" not in operations.values():
         return
-    if problem := graph_nodes.start():
-        log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
-        record("untouched_modules", "launched", problem, fallback=True)
+    if not wanted:
+        record("untouched_modules", "launched", f"{SKIP_UNTOUCHED}=off")
+    elif problem := graph_nodes.start(launch_untouched):
+        launch_untouched(problem)
     else:
-        record("untouched_modules", "skipped", "CUDA graphs are built anew without them")
+        record("untouched_modules", "skipped", f"{SKIP_UNTOUCHED}=on")
     log_operations()
+
+
+def launch_untouched(problem: str) -> None:
+    """Says and records why nothing is left out."""
+    log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
+    record("untouched_modules", "launched", problem, fallback=True)
 
 
 def record(name: str, path: str, reason: str, fallback: bool = False, **more: Any) -> None:
