@@ -60,7 +60,7 @@ def test_calls_have_inputs_of_their_own(batch: Batch) -> None:
         assert product.layer(0, batch.routings[0]).lora_a[0] is not product.layer(1, batch.routings[1]).lora_a[0]
 
 
-@pytest.mark.parametrize(("tokens", "calls"), [(1, 62), (8, 48), (30, 14), (1024, measure.LEAST_CALLS)])
+@pytest.mark.parametrize(("tokens", "calls"), [(1, 62), (8, 48), (20, 24), (1024, measure.LEAST_CALLS)])
 def test_calls_touch_twice_the_l2_together_and_no_more(tokens: int, calls: int) -> None:
     l2, small = 64 * 1024, replace(SHAPE, modules={"o": Module(32, (32,))})
     made = Workbench(small, "dense", 1, 8, torch.device("cpu"), torch.float32, l2).batch(tokens)

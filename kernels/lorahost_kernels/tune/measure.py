@@ -28,7 +28,7 @@ from lorahost_kernels.tuned.shape import ModelShape
 
 LIMIT = 5e-3  # relative error that a candidate may have, mostly the rounding of the output
 CHECK_TOKENS = 96
-LEAST_CALLS, MOST_CALLS = 8, 512  # in a graph
+LEAST_CALLS, MOST_CALLS = 16, 512  # in a graph
 MOST_COPIES = 16  # of a batch's activations
 MOST_WEIGHTS = 16 * 2**30  # bytes
 TURNS = 7
