@@ -3,9 +3,10 @@
 python -m bench.settle FILE ROWS.csv [--other OTHER | --new OTHER] [--rev REV]
 
 ROWS.csv is of `bench.tuned`, in a process that did not tune. Alone it held FILE against the defaults: a point that was
-slower beyond the noise gets the defaults. With --other it held OTHER against FILE (`--against`): one that was faster
-there by more than the noise and 1 % is taken over with its run. With --new it held OTHER against the defaults: a point
-that FILE lacks is taken over unless it was slower beyond the noise. Points without a row stay as they are.
+slower beyond the noise gets the defaults. With --other it held OTHER against FILE (`--against`): other tiles that were
+faster there by more than the noise and 1 % are taken over with their run. With --new it held OTHER against the
+defaults: a point that FILE lacks is taken over unless it was slower beyond the noise. Points without a row stay as they
+are.
 """
 
 import argparse
@@ -82,6 +83,8 @@ def settle(content: Content, shape: ModelShape, rows: list[dict[str, str]], othe
         its = index_of(other, where)
         if its is None or second >= first * (1 - max(noise, GAIN)):
             continue
+        if tiles_of(points[index]) == tiles_of(other[where.family][its]):
+            continue
         points[index] = taken_over(content, other, other[where.family][its])
         changed.append(f"{where}: {second:.1f} us and not {first:.1f}")
     drop_unused_runs(content)
@@ -107,6 +110,17 @@ def add(content: Content, rows: list[dict[str, str]], other: Content) -> list[st
     for family in FAMILIES:
         content.get(family, []).sort(key=place)
     return added
+
+
+def tiles_of(point: Content) -> dict[tuple[str, str], Any]:
+    """A point's configurations by module ("" for experts) and operation."""
+    parts = point.get("modules", {"": point})
+    return {
+        (module, op): row["config"]
+        for module, part in parts.items()
+        for op, row in part.items()
+        if isinstance(row, dict) and "config" in row
+    }
 
 
 def taken_over(content: Content, other: Content, point: Content) -> Content:

@@ -127,7 +127,35 @@ def test_a_graph_with_both_ways_that_cannot_be_built_is_refused(
     assert told == []
 
 
-def test_a_failure_before_a_replay_is_the_request_s(
+def test_a_copy_that_fails_before_a_replay(cuda: FakeLibrary, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = captured(cuda, one_module)
+    graph_nodes.set_touched(BOTH, NONE)
+    monkeypatch.setattr(FakeLibrary, FUNCTIONS["cuGraphClone"], lambda *_: 2)
+    assert [replayed(graph) for _ in range(2)] == [ONE, ONE]
+    assert told == [f"cuGraphClone failed with CUDA error 2; {ADVICE}"]
+
+
+def test_an_instance_that_cannot_be_freed(cuda: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = captured(cuda, layer)
+    graph_nodes.set_touched(BOTH, NONE)
+    assert replayed(graph) == ["gemm", "topk", "without", "sum"]
+    graph_nodes.set_touched(BOTH, frozenset({QKV}))
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeLibrary, FUNCTIONS["cuGraphExecDestroy"], lambda *_: 2)
+        with pytest.raises(DriverError, match="cuGraphExecDestroy failed with CUDA error 2"):
+            graph.replay()
+    graph_nodes.set_touched(BOTH, NONE)
+    assert replayed(graph) == ["gemm", "topk", "without", "sum"]
+
+
+def test_the_reason_is_told_once(cuda: FakeLibrary, told: list[str]) -> None:
+    for reason in ("first", "second"):
+        with graph_nodes._or_launch_all([(QKV, True)]):
+            raise DriverError(reason)
+    assert told == [graph_nodes.state.problem] == ["first"]
+
+
+def test_a_copy_with_both_ways_that_fails_before_a_replay_is_an_error(
     cuda: FakeLibrary, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = captured(cuda, layer)

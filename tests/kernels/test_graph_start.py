@@ -67,8 +67,11 @@ class TestStart:
         assert issubclass(torch.cuda.CUDAGraph, FakeGraph)
         assert torch.cuda.CUDAGraph is not FakeGraph
         made = torch.cuda.CUDAGraph
-        install.skip_untouched()
-        assert torch.cuda.CUDAGraph is made, "a second engine has the same graphs"
+        for value in ("on", "off"):
+            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
+            install.skip_untouched()
+            assert torch.cuda.CUDAGraph is made, "a second engine has the same graphs"
+            assert install.kernels["untouched_modules"]["path"] == "skipped"
 
     def test_what_turns_out_at_a_capture_is_said(
         self, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture

@@ -75,17 +75,22 @@ def test_a_point_that_was_faster_is_taken_over_with_its_run(
     content["runs"] = [RUN]
     for p in content["dense"]:
         p["run"], p["after_us"] = 0, 1.0
+        if (p["rank"], p["tokens"]) != (32, 8):
+            shrink = p["modules"]["o"]["shrink"]["config"]
+            shrink["num_warps"] = 4 if shrink["num_warps"] == 8 else 8
     other.write_text(json.dumps(content))
     measured = rows(
         tmp_path / "r.csv",
         (32, 64, 50.0, 45.0, 0.0),
+        (32, 8, 50.0, 45.0, 0.0),
         (16, 64, 50.0, 49.7, 0.0),
         (16, 1, 9.0, 8.0, 0.2),
         source="against",
     )
     assert run(monkeypatch, file, measured, "--other", other) == 0
     assert (point(file, 32, 64)["after_us"], point(file, 32, 64)["run"]) == (1.0, RUN)
-    for rank, tokens in ((16, 64), (16, 1), (32, 16)):
+    # noise, no row, and the same tiles
+    for rank, tokens in ((16, 64), (16, 1), (32, 16), (32, 8)):
         assert point(file, rank, tokens)["run"] != RUN
         assert point(file, rank, tokens)["after_us"] > 1.0
     # all of them: the runs that no point is of are gone

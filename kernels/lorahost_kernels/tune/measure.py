@@ -277,7 +277,7 @@ class Workbench:
         """Inputs of as many calls as together touch more than twice the L2, half uniform, half Zipf."""
         problems = self.problems(tokens)
         inputs = [self.activations(tokens)]
-        # with the weights alone a prefill of one adapter had hundreds of calls, and a candidate took seconds
+        # weights alone would need hundreds of calls for a prefill of one adapter: seconds a candidate
         each = [(self.touched(p), bytes_of(inputs[0][name])) for name, p in problems.items()]
         wanted = max(calls_for(2 * self.l2_bytes, *touched, MOST_COPIES) for touched in each)
         calls = max(LEAST_CALLS, min(MOST_CALLS, wanted))

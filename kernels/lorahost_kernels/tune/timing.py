@@ -79,14 +79,14 @@ def quick_us(calls: Sequence[Call], good: float = float("inf"), seconds: float =
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of tensors."""
+    """Bytes of all elements."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def calls_for(wanted: int, weights: int, activations: int, copies: int) -> int:
     """Calls that touch `wanted` bytes together; each has weights of its own, `copies` have activations of their own."""
     calls = cdiv(wanted, weights + activations)
-    return calls if calls <= copies else cdiv(max(0, wanted - copies * activations), weights)
+    return calls if calls <= copies else cdiv(wanted - copies * activations, weights)
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:

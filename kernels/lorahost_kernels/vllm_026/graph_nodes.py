@@ -6,7 +6,7 @@ without them is instantiated, which replays launch then in place of PyTorch's.
 
 Launches may be chained by programmatic dependent launch. What came behind a node that is left out waits for the end of
 what came before it, by an edge of the usual kind; `check` tries it on the device.
-Where a capture can't be followed, everything is launched from then on, unless its graph has both ways of `run_either`.
+Where a graph can't be followed, everything is launched from then on, unless it has both ways of `run_either`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from lorahost_kernels.vllm_026.graph_driver import CudaDriver, DriverError, GraphDriver, advised, free_all, nodes_since
 
 T = TypeVar("T")
-
 Key = tuple[int, bool]
-CHECKS = 40  # replays
+ONE, NONE = frozenset({1}), frozenset[int]()
 
 
 @dataclass
@@ -111,18 +110,22 @@ def _record(key: Key, launch: Callable[[], T]) -> T:
 
 @contextmanager
 def _or_launch_all(recorded: Iterable[Key]) -> Iterator[None]:
-    """Where the graph that is being captured can't be followed, leaves out nothing from here on, and tells why.
-
-    Raises:
-        DriverError: Nobody is to be told, or the graph, of which that is recorded, would be wrong as a whole.
-    """
     try:
         yield
     except DriverError as error:
-        if state.tell is None or any(not touched for _, touched in recorded):
+        if not _launch_all(str(error), recorded):
             raise
-        state.driver, state.recording, state.untouched, state.problem = None, None, frozenset(), str(error)
-        state.tell(state.problem)
+
+
+def _launch_all(problem: str, recorded: Iterable[Key]) -> bool:
+    """Leaves out nothing from here on, tells why; False where a graph of which that is recorded would be wrong so."""
+    if state.tell is None or any(not touched for _, touched in recorded):
+        return False
+    state.driver, state.recording, state.untouched = None, None, frozenset()
+    if not state.problem:
+        state.problem = problem
+        state.tell(problem)
+    return True
 
 
 class Launches:
@@ -137,7 +140,7 @@ class Launches:
     """
 
     def __init__(self, graph: int, nodes: dict[Key, list[int]]) -> None:
-        self._graph, self._nodes, self._driver = graph, nodes, state.driver
+        self._graph, self.nodes, self._driver = graph, nodes, state.driver
         self._out: frozenset[Key] = frozenset()
         self._seen = object()
         self._instance: list[int] = []  # one at most; where there is none, PyTorch's has all launches
@@ -162,39 +165,37 @@ class Launches:
         if self._driver is None or state.untouched is self._seen:
             return bool(self._instance)
         untouched, began = state.untouched, time.perf_counter()
-        out = frozenset(key for key in self._nodes if is_touched(key[0]) != key[1])
+        out = frozenset(key for key in self.nodes if is_touched(key[0]) != key[1])
         self._pytorch = not out if self._pytorch is None else self._pytorch
         if out != self._out:
             with advised():
                 new = [] if self._pytorch and not out else [self._without(self._driver, out)]
-                free_all(self._driver, self._instance)
-                self._instance += new
+            # at once: where the old one can't be freed they must fit each other
+            old, self._instance[:], self._out = [*self._instance], new, out
+            free_all(self._driver, old)
             self.builds, self.seconds = self.builds + 1, self.seconds + time.perf_counter() - began
-        self._seen, self._out = untouched, out
+        self._seen = untouched
         return bool(self._instance)
 
-    def replay(self) -> bool:
-        """Launches the instance on the current stream; False where there is none.
+    def launch(self) -> None:
+        """Launches the instance on the current stream.
 
         Random numbers of the graph would be the same at each launch, and a model has none.
         """
-        if not self.ready():
-            return False
         assert self._driver is not None
         self._driver.launch(self._instance[0], torch.cuda.current_stream().cuda_stream)
-        return True
 
     def _without(self, driver: GraphDriver, out: frozenset[Key]) -> int:
         copy = driver.copy(self._graph)
         try:
-            driver.remove(copy, [driver.twin(node, copy) for key in out for node in self._nodes[key]])
+            driver.remove(copy, [driver.twin(node, copy) for key in out for node in self.nodes[key]])
             return driver.instantiate(copy)
         finally:
             driver.destroy(copy)
 
     def counts(self) -> tuple[int, int]:
         """(noted nodes, those that are left out)."""
-        return sum(map(len, self._nodes.values())), sum(len(self._nodes[key]) for key in self._out)
+        return sum(map(len, self.nodes.values())), sum(len(self.nodes[key]) for key in self._out)
 
 
 _all: weakref.WeakSet[Launches] = weakref.WeakSet()
@@ -245,7 +246,15 @@ def following(base: Any) -> Any:
             self._launches = Launches(0, {})
 
         def replay(self) -> None:
-            if not self._launches.replay():
+            try:
+                ready = self._launches.ready()
+            except DriverError as error:
+                if not _launch_all(str(error), self._launches.nodes):
+                    raise
+                self._launches, ready = Launches(0, {}), False
+            if ready:
+                self._launches.launch()
+            else:
                 super().replay()
 
     return FollowingGraph
@@ -254,10 +263,9 @@ def following(base: Any) -> Any:
 def start(tell: Callable[[str], object] | None = None) -> str:
     """Makes every CUDA graph of this process from here on a following one; "" or why that can't be.
 
-    Not while memory comes from another pool than torch's own: it captures a graph.
-
+    It captures a graph, so not while memory comes from another pool than torch's own.
     Args:
-        tell: Is given the reason if that turns out at a capture; without it the capture fails.
+        tell: Is given the reason if that turns out later; without it that capture or replay fails.
     """
     if state.driver is not None or state.problem:
         return state.problem
@@ -283,16 +291,8 @@ def check(driver: GraphDriver, graph_class: Callable[[], Any]) -> None:
     try:
         for pdl in (False, True):
             chain = pdl_chain.Chain(lambda launch: run_for(1, launch), pdl)
-            graph = graph_class()
-            with torch.cuda.graph(graph):
-                chain.launch()
-            for turn in range(CHECKS):
-                touched = turn % 4 == 3
-                set_touched(frozenset({1}), frozenset({1} if touched else ()))
-                if problem := chain.problem(graph.replay, touched):
-                    raise DriverError(problem)
-            # the next chain makes its first launches outside a graph
-            set_touched(frozenset({1}), frozenset({1}))
+            if problem := pdl_chain.problem_of(chain, graph_class(), lambda on: set_touched(ONE, ONE if on else NONE)):
+                raise DriverError(problem)
     finally:
         torch.cuda.set_stream(stream)
         state = kept

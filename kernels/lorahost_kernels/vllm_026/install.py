@@ -167,7 +167,7 @@ def skip_untouched() -> None:
     """Unless LORAHOST_SKIP_UNTOUCHED=off, leaves out launches of modules that no resident adapter touches.
 
     Call it before CUDA graphs are captured. Where the driver can't, the reason is recorded and everything is launched.
-    So it is if that turns out at a capture, unless the graph has launches of which only some may run.
+    So it is if that turns out at a capture or replay, unless the graph has launches of which only some may run.
 
     Raises:
         PluginError: LORAHOST_SKIP_UNTOUCHED is neither on nor off.
@@ -177,10 +177,13 @@ def skip_untouched() -> None:
     wanted = on_or_off(SKIP_UNTOUCHED, "on")
     if "triton" not in operations.values():
         return
-    if not wanted:
+    if graph_nodes.state.driver is not None:
+        record("untouched_modules", "skipped", "an earlier engine of this process began it")
+    elif not wanted:
         record("untouched_modules", "launched", f"{SKIP_UNTOUCHED}=off")
     elif problem := graph_nodes.start(launch_untouched):
         launch_untouched(problem)
+        return
     else:
         record("untouched_modules", "skipped", f"{SKIP_UNTOUCHED}=on")
     log_operations()
@@ -190,6 +193,7 @@ def launch_untouched(problem: str) -> None:
     """Says and records why nothing is left out."""
     log.warning("lorahost: modules that no adapter touches are launched, though for nothing: %s", problem)
     record("untouched_modules", "launched", problem, fallback=True)
+    log_operations()
 
 
 def record(name: str, path: str, reason: str, fallback: bool = False, **more: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+CHECKS = 40  # replays
 BLOCK = 256
 SPIN = 4000  # steps of the slowest programs: tens of microseconds
 
@@ -98,3 +100,20 @@ class Chain:
         if int(self.count.item()) != self._counted:
             return f"launches that may be left out ran {self.count.item()} times, not {self._counted}"
         return ""
+
+
+def problem_of(chain: Chain, graph: Any, touch: Callable[[bool], object]) -> str:
+    """What is wrong with replays of a graph of the chain, with its two launches and without; "" if nothing is.
+
+    touch: says whether the two launches are to run; in the end they are.
+    """
+    with torch.cuda.graph(graph):
+        chain.launch()
+    for turn in range(CHECKS):
+        touched = turn % 4 == 3
+        touch(touched)
+        if problem := chain.problem(graph.replay, touched):
+            return problem
+    # the next chain makes its first launches outside a graph
+    touch(True)
+    return ""
