@@ -58,7 +58,9 @@ class Settings(BaseSettings):
     )
     # the next three are checked here and read by the kernels, in vLLM's processes, from the environment
     skip_untouched: Literal["on", "off"] = Field(
-        "on", description="On a GPU: no launches for modules that no resident adapter has weights for."
+        "on",
+        description="On a GPU: no launches for modules that no resident adapter has weights for; unset, `off` with "
+        "several GPUs or speculative decoding.",
     )
     busy_first: Literal["on", "off"] = Field(
         "on",

@@ -104,6 +104,21 @@ class TestStart:
         assert torch.cuda.CUDAGraph is FakeGraph
         assert "though for nothing" not in plugin_log.text
 
+    @pytest.mark.parametrize("value", [None, "off", "on"])
+    def test_untried(self, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+        if value:
+            monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", value)
+        monkeypatch.setattr(graph_nodes, "start", lambda _: "")
+        install.skip_untouched("several GPUs")
+        found = install.kernels["untouched_modules"]
+        reasons = {
+            None: "not tried with several GPUs, LORAHOST_SKIP_UNTOUCHED=on leaves them out",
+            "off": "LORAHOST_SKIP_UNTOUCHED=off",
+            "on": "LORAHOST_SKIP_UNTOUCHED=on",
+        }
+        path = "skipped" if value == "on" else "launched"
+        assert found == {"path": path, "reason": reasons[value], "fallback": False}
+
     def test_misspelt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LORAHOST_SKIP_UNTOUCHED", "no")
         with pytest.raises(PluginError, match="LORAHOST_SKIP_UNTOUCHED='no' must be on or off"):

@@ -142,8 +142,18 @@ def test_the_tuned_table_is_told_what_the_experts_run(fused: bool, monkeypatch: 
     )
     worker = SimpleNamespace(
         model_runner=runner, model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=dict)),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, world_size=2),
     )  # fmt: skip
     with pytest.raises(StartedError) as told:
         warm.kernel_warmup(worker)
     assert told.value.args == ({"slots": SLOTS, "tensor_parallel": 2, "fused": fused},)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "drafts", "reason"),
+    [(1, None, ""), (2, None, "several GPUs"), (1, object(), "speculative decoding"), (2, object(), "several GPUs")],
+)
+def test_what_graphs_without_launches_were_not_tried_with(gpus: int, drafts: object, reason: str) -> None:
+    config = SimpleNamespace(speculative_config=drafts)
+    worker = SimpleNamespace(vllm_config=config, parallel_config=SimpleNamespace(world_size=gpus))
+    assert warm.untried(worker) == reason

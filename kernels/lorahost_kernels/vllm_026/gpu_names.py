@@ -109,12 +109,13 @@ OAI_NAMES: dict[str, str | None] = {
 # `module:class` -> attributes of its instances.
 GPU_ATTRIBUTES: dict[str, str] = {
     "vllm.config:VllmConfig": (
-        "additional_config compilation_config lora_config parallel_config scheduler_config num_speculative_tokens"
+        "additional_config compilation_config lora_config parallel_config scheduler_config num_speculative_tokens "
+        "speculative_config"
     ),
     "vllm.config:LoRAConfig": "lora_dtype max_loras",
     "vllm.config:ModelConfig": "enforce_eager hf_text_config",
     "vllm.config:SchedulerConfig": "max_num_batched_tokens max_num_seqs",
-    "vllm.config:ParallelConfig": "data_parallel_size tensor_parallel_size",
+    "vllm.config:ParallelConfig": "data_parallel_size tensor_parallel_size world_size",
     "vllm.config:CompilationConfig": (
         "cudagraph_capture_sizes max_cudagraph_capture_size cudagraph_mode cudagraph_specialize_lora compile_sizes "
         "pass_config"

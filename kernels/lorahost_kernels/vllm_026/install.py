@@ -163,24 +163,29 @@ def choose_paths(device: Any, dtype: Any) -> Paths:
     return paths
 
 
-def skip_untouched() -> None:
+def skip_untouched(untried: str = "") -> None:
     """Unless LORAHOST_SKIP_UNTOUCHED=off, leaves out launches of modules that no resident adapter touches.
 
     Call it before CUDA graphs are captured. Where the driver can't, the reason is recorded and everything is launched.
     So it is if that turns out at a capture or replay, unless the graph has launches of which only some may run.
+
+    Args:
+        untried: What the engine has with which nobody has tried it; it then needs LORAHOST_SKIP_UNTOUCHED=on.
 
     Raises:
         PluginError: LORAHOST_SKIP_UNTOUCHED is neither on nor off.
     """
     from lorahost_kernels.vllm_026 import graph_nodes
 
-    wanted = on_or_off(SKIP_UNTOUCHED, "on")
+    wanted = on_or_off(SKIP_UNTOUCHED, "off" if untried else "on")
     if "triton" not in operations.values():
         return
     if graph_nodes.state.driver is not None:
         record("untouched_modules", "skipped", "an earlier engine of this process began it")
     elif not wanted:
-        record("untouched_modules", "launched", f"{SKIP_UNTOUCHED}=off")
+        unasked = untried and SKIP_UNTOUCHED not in os.environ
+        why = f"not tried with {untried}, {SKIP_UNTOUCHED}=on leaves them out" if unasked else f"{SKIP_UNTOUCHED}=off"
+        record("untouched_modules", "launched", why)
     elif problem := graph_nodes.start(launch_untouched):
         launch_untouched(problem)
         return

@@ -38,7 +38,7 @@ def kernel_warmup(worker: Any) -> None:
     runner = worker.model_runner
     if runner.lora_config is None:
         return
-    install.skip_untouched()
+    install.skip_untouched(untried(worker))
     config = worker.model_config.hf_text_config
     modules = runner.lora_manager._adapter_manager.modules.values()
     tuned.start(
@@ -59,6 +59,13 @@ def kernel_warmup(worker: Any) -> None:
         took = time.monotonic() - start
         log.info("lorahost warm-up: prefill sizes %s, %d adapters, %.1f s", sizes[low], adapters, took)
     runner.maybe_remove_all_loras(runner.lora_config)
+
+
+def untried(worker: Any) -> str:
+    """What an engine has with which nobody has tried graphs that lack launches, if anything."""
+    if worker.parallel_config.world_size > 1:
+        return "several GPUs"
+    return "speculative decoding" if worker.vllm_config.speculative_config else ""
 
 
 def prefill_sizes(low: int, high: int, experts: int, topk: int, products: Collection[Product]) -> list[int]:
