@@ -235,7 +235,7 @@ class Workbench:
         self.device, self.dtype, self.l2_bytes = device, dtype, l2_bytes
         self.item = torch.empty(0, dtype=dtype).element_size()
         first = self.make_weights()
-        sizes = [sum(t.numel() * self.item for half in w for t in half) for w in first.values()]
+        sizes = [sum(map(bytes_of, w)) for w in first.values()]
         # even the smallest product's weights must not stay in the L2 while the calls go round
         wanted = min(MOST_CALLS, cdiv(2 * l2_bytes, min(sizes)), MOST_WEIGHTS // sum(sizes))
         made = [first, *(self.make_weights() for _ in range(max(2, wanted) - 1))]
@@ -281,7 +281,7 @@ class Workbench:
         each = [(self.touched(p), bytes_of(inputs[0][name])) for name, p in problems.items()]
         wanted = max(calls_for(2 * self.l2_bytes, *touched, MOST_COPIES) for touched in each)
         calls = max(LEAST_CALLS, min(MOST_CALLS, wanted))
-        size = min(y.numel() * self.item for _, y, *_ in inputs[0].values())
+        size = min(bytes_of([y]) for _, y, *_ in inputs[0].values())
         copies = max(1, min(calls, cdiv(2 * self.l2_bytes, size), MOST_COPIES))
         inputs += [self.activations(tokens) for _ in range(copies - 1)]
         products = {n: Product(p, self.weights[n], [i[n] for i in inputs]) for n, p in problems.items()}

@@ -119,7 +119,9 @@ def describe(shape: ModelShape, todo: Sequence[Place], budget_s: float, shared_l
     last = kept(budget_s, len(todo))
     each = (budget_s - last) / max(total, 1) * 1e3
     confirmed = f"up to {last:.0f} s at the end are kept to confirm changed points in a second process"
-    lines.append(
-        f"about {total} candidates, {each:.0f} ms each; {confirmed if last else 'no time kept to confirm points'}"
+    # the less is kept, the more each has
+    least = (
+        f"at least {each:.0f} ms each; {confirmed}" if last else f"{each:.0f} ms each; no time kept to confirm points"
     )
+    lines.append(f"about {total} candidates, {least}")
     return "\n".join(lines)
